@@ -8,19 +8,19 @@ Programs whose results are already in the file are not compiled again. See
 experiments/tpu_v4/README.md.
 """
 
+import argparse
 import pathlib
 
 from experiments.paper.paper import load_table
 from experiments.tpu_v4 import table2 as tpu_table2
 from specdec_jax.errors import InputError
 from specdec_jax.measure.reporting.formats import render
-from specdec_jax.user_errors import ArgumentParser
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 
 
 def main() -> None:
-  parser = ArgumentParser(__doc__.splitlines()[0])
+  parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
   parser.add_argument("compiled", type=pathlib.Path, help="file for the compiled programs")
   parser.add_argument("--format", default="terminal", help="terminal (default), markdown or csv")
   args = parser.parse_args()

@@ -7,6 +7,7 @@ The notes below the printed table and experiments/tpu_v4/README.md explain the p
 columns.
 """
 
+import argparse
 import dataclasses
 import importlib.metadata
 import json
@@ -27,13 +28,12 @@ from specdec_jax.models.config import Weights, named_dtype
 from specdec_jax.models.partitioning import REPLICATED, RULES
 from specdec_jax.models.sizes import named_config
 from specdec_jax.theory import best_tree
-from specdec_jax.user_errors import ArgumentParser
 
 _NOT_SETTINGS = "format", "output", "no_loops"
 
 
 def main() -> None:
-  parser = ArgumentParser(__doc__.splitlines()[0])
+  parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
   parser.add_argument("--target", default="xxl", help="size of the target (xxl)")
   parser.add_argument(
     "--draft",

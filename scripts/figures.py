@@ -15,13 +15,12 @@ from experiments.paper.paper import load_table
 from specdec_jax.errors import InputError, require_count
 from specdec_jax.measure.records import read
 from specdec_jax.run import parse_gin
-from specdec_jax.user_errors import ArgumentParser, format_error
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 
 
 def main() -> None:
-  parser = ArgumentParser(__doc__.splitlines()[0])
+  parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
   parser.add_argument("--figure", required=True, help="1 to 5, sweep or drafts")
   parser.add_argument("--output", required=True, help="a .png, .svg or .pdf file")
   parser.add_argument(
@@ -43,11 +42,8 @@ def main() -> None:
   try:
     drawing.require_format(args.output)  # fail before the work
     drawing.save(draw(args), args.output)
-  except Exception as error:
-    sentence = format_error(error)
-    if sentence is None:
-      raise
-    parser.exit(2, f"error: {sentence}\n")
+  except (InputError, OSError) as error:
+    parser.exit(2, f"error: {error}\n")
 
 
 def draw(args: argparse.Namespace):

@@ -9,6 +9,7 @@ folder `--data` has no files of cnn_dm, the first 200 training articles and the 
 articles are read through TFDS.
 """
 
+import argparse
 import json
 import pathlib
 import re
@@ -16,7 +17,6 @@ import re
 from specdec_jax.atomic_files import atomic_write
 from specdec_jax.data.text import read_lines
 from specdec_jax.errors import InputError
-from specdec_jax.user_errors import ArgumentParser
 
 
 def unmarked(text: str) -> str:
@@ -55,7 +55,7 @@ def articles(data: pathlib.Path, split: str, count: int) -> list[dict[str, str]]
 
 
 def main() -> None:
-  parser = ArgumentParser(__doc__.splitlines()[0])
+  parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
   parser.add_argument("--data", type=pathlib.Path, default=pathlib.Path("data"))
   parser.add_argument("--output", type=pathlib.Path, default=pathlib.Path("runs/cnn_dm"))
   args = parser.parse_args()

@@ -4,6 +4,7 @@ python scripts/quote.py            # rewrite README.md and experiments/
 python scripts/quote.py --check    # list outdated pages without rewriting them
 """
 
+import argparse
 import dataclasses
 import functools
 import os
@@ -14,7 +15,6 @@ from experiments.paper.pages import quoted
 from experiments.paper.tabulate import CHECKOUT, named_table
 from specdec_jax.atomic_files import atomic_write
 from specdec_jax.measure.reporting.formats import render
-from specdec_jax.user_errors import ArgumentParser
 
 METRICS = CHECKOUT / "docs" / "metrics.md"
 
@@ -47,7 +47,7 @@ def _markdown(folder: pathlib.Path, words: Sequence[str]) -> str:
 
 
 def main() -> None:
-  parser = ArgumentParser(__doc__.splitlines()[0])
+  parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
   parser.add_argument(
     "--check", action="store_true", help="change nothing; exit with 1 if outdated"
   )

@@ -7,15 +7,16 @@ Table 1 is computed and takes no records. `--table measured` shows any records o
 `experiments` of this checkout.
 """
 
+import argparse
+
 from experiments.paper.tabulate import named_table
 from specdec_jax.atomic_files import atomic_write, require_distinct_files
 from specdec_jax.errors import InputError
 from specdec_jax.measure.reporting.formats import render
-from specdec_jax.user_errors import ArgumentParser
 
 
 def main() -> None:
-  parser = ArgumentParser(__doc__.splitlines()[0])
+  parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
   parser.add_argument(
     "results", nargs="*", help="files of records; for equal settings the last record is used"
   )

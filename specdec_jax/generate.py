@@ -6,7 +6,6 @@ compiled programs on disk.
 
 import dataclasses
 import functools
-import inspect
 import io
 import logging
 import warnings
@@ -30,50 +29,13 @@ from specdec_jax.core.processors import ForcedPrefix, Processors
 from specdec_jax.core.sampling import row_keys
 from specdec_jax.core.trees import DynamicTree
 from specdec_jax.core.types import DecodeResult, Rounds
-from specdec_jax.errors import InputError, require_count, require_seed, require_text, require_types
+from specdec_jax.errors import InputError, require_count, require_seed, require_text
 from specdec_jax.measure.calibrate import resolve_tree
 from specdec_jax.measure.reporting.rounds import Round, read_rounds, round_text
 from specdec_jax.xla import default_cache_dir, enable_compile_cache
 
 P = ParamSpec("P")
 _LOG = logging.getLogger("specdec_jax")
-
-
-# Arguments of transformers' generate, and what to use instead; "" if it is not supported.
-_THEIRS = {
-  "max_tokens": "max_new_tokens",
-  **dict.fromkeys(("num_assistant_tokens", "num_speculative_tokens"), "gamma"),
-  **dict.fromkeys(("assistant_model", "prompt_lookup_num_tokens"), "load_pair(draft=...)"),
-  **dict.fromkeys(("input_ids", "inputs"), "texts"),
-  "stop": "stop_strings",
-  "beams": "num_beams",
-  "streamer": "stream(text)",
-  "generation_config": "its settings as arguments",
-  "stopping_criteria": "stop_strings or eos_token_id",
-  "prefix_allowed_tokens_fn": "logits_processor=TrieConstraint.of(sequences, eos_ids)",
-  **dict.fromkeys(("output_scores", "output_logits"), "logprobs=True"),
-  "decoder_start_token_id": "the checkpoint's, or decoder_input_ids",
-  **dict.fromkeys(("num_beam_groups", "diversity_penalty", "constraints", "force_words_ids"), ""),
-  **dict.fromkeys(("return_dict_in_generate", "pad_token_id", "penalty_alpha"), ""),
-  **dict.fromkeys(("exponential_decay_length_penalty", "guidance_scale", "top_h"), ""),
-  **dict.fromkeys(("begin_suppress_tokens", "watermarking_config", "max_time"), ""),
-}
-
-
-def _require_known(method: str, settings: Mapping[str, Any], own: Sequence[str]) -> None:
-  """Raise TypeError if a name in `settings` is not a field of `GenerationConfig`.
-
-  The message names the argument to use instead, if one is known.
-  """
-  for name in settings:
-    if name in SETTINGS:
-      continue
-    said, use = f"{method}() has no argument {name!r}", _THEIRS.get(name)
-    if use:
-      raise TypeError(f"{said}; use {use}.")
-    if use is not None:
-      raise TypeError(f"{said}: that is not supported.")
-    raise TypeError(f"{said}; it takes {', '.join((*own, *SETTINGS))}.")
 
 
 FinishReason = Literal["eos", "length", "stop_string"]
@@ -195,8 +157,6 @@ class Pair(pairs.LoadedPair):
         probabilities of the draft are NaN or infinite.
       TypeError: an argument is unknown.
     """
-    _require_known("generate", settings, [*inspect.signature(Pair.generate).parameters][2:-1])
-    require_types(Pair.generate, {k: v for k, v in locals().items() if k != "settings"})
     config, prefix = self.generation_config(task, settings)
     texts = [prefix + text for text in _require_texts(texts)]
     forced = self._forced_tokens(len(texts), decoder_input_ids, decoder_texts)
@@ -246,8 +206,6 @@ class Pair(pairs.LoadedPair):
     round is a separate call of a compiled program, and the host waits for its result. Beam search
     and `num_return_sequences` above 1 are not supported.
     """
-    _require_known("stream", settings, [*inspect.signature(Pair.stream).parameters][2:-1])
-    require_types(Pair.stream, {k: v for k, v in locals().items() if k != "settings"})
     config, prefix = self.generation_config(task, settings)
     if (config.num_beams or 1) > 1 or (config.num_return_sequences or 1) > 1:
       raise InputError("A stream has one output; give num_beams=1 and num_return_sequences=1.")
@@ -353,7 +311,6 @@ class Pair(pairs.LoadedPair):
     Raises:
       InputError: see `generate`.
     """
-    require_types(Pair.beam_search, locals())
     _require_texts(texts)
     require_count("gamma", gamma, 0)
     require_count("max_new_tokens", max_new_tokens)
@@ -605,7 +562,9 @@ _round = jax.jit(Decoder.round)
 
 
 def _require_texts(texts: Sequence[str]) -> Sequence[str]:
-  """Return the texts, or raise InputError if `require_text` rejects one of them."""
+  """Return the texts, or raise InputError if they are one string or one has a NUL character."""
+  if isinstance(texts, str):
+    raise InputError("texts is one string; give a list of strings.")
   for place, text in enumerate(texts):
     require_text(f"texts[{place}]", text)
   return texts

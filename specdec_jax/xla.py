@@ -1,20 +1,13 @@
-"""Persistent cache of compiled programs, and a check of XLA_FLAGS.
+"""Persistent cache of compiled programs, and a flag of XLA.
 
 This module does not import jax, because jax reads its environment variables when it is imported.
 """
 
-import contextlib
-import hashlib
 import importlib.metadata
 import os
-import pathlib
-import re
-import subprocess
 import sys
 import warnings
 from typing import Any
-
-from specdec_jax.errors import InputError
 
 
 def default_cache_dir() -> str:
@@ -49,32 +42,6 @@ def enable_compile_cache(directory: str) -> None:
     jax.config.update("jax_persistent_cache_min_compile_time_secs", float(seconds))
 
 
-def check_xla_flags() -> None:
-  """Raise InputError if XLA rejects the user's XLA_FLAGS. XLA itself would abort the process.
-
-  An empty file in the compilation cache marks each combination of flags and jaxlib version that XLA
-  accepted, so that it is tried only once. If there is no cache, or if XLA_FLAGS names a file of
-  flags, the flags are tried each time.
-  """
-  flags = " ".join(os.environ.get("XLA_FLAGS", "").replace(YNN_FLAG, "").split())
-  if not flags:
-    return
-  cache_dir = os.environ.get("JAX_COMPILATION_CACHE_DIR", "")
-  key = f"{importlib.metadata.version('jaxlib')} {flags}".encode()
-  marker = pathlib.Path(cache_dir, f"xla_flags-{hashlib.sha256(key).hexdigest()[:16]}")
-  # If XLA_FLAGS does not start with "-", it names a file of flags, whose content may change.
-  can_cache = bool(cache_dir) and flags.startswith("-")
-  if can_cache and marker.exists():
-    return
-  if message := rejection_message(flags):
-    raise InputError(
-      f"XLA_FLAGS is '{flags}', which XLA rejects: {message.rstrip('.')}; correct it or unset it."
-    )
-  if can_cache:
-    with contextlib.suppress(OSError):  # the flags are tried again by the next run
-      marker.touch()
-
-
 YNN_FLAG = "--xla_cpu_experimental_ynn_fusion_type="  # the empty value enables no YNN fusion
 # Versions of jaxlib that know YNN_FLAG. XLA aborts the process if a flag is unknown.
 _VERSIONS = "0.10.", "0.11.", "0.12."
@@ -107,20 +74,3 @@ def disable_ynn() -> None:
     )
     return
   os.environ["XLA_FLAGS"] = f"{flags} {YNN_FLAG}".strip()
-
-
-def rejection_message(flags: str) -> str:
-  """Return XLA's error message if XLA rejects `flags` in XLA_FLAGS, otherwise an empty string.
-
-  XLA aborts a process whose flags it rejects, so a subprocess tries them, which takes 0.3 seconds.
-  """
-  process = subprocess.run(
-    [sys.executable, "-c", "from jaxlib import xla_client; xla_client.make_cpu_client()"],
-    env=os.environ | {"XLA_FLAGS": flags, "TF_CPP_MIN_LOG_LEVEL": "0"},
-    stdin=subprocess.DEVNULL,
-    capture_output=True,
-    text=True,
-    errors="replace",
-  )
-  error = re.search(r"^[EF]\d{4} .*flags\w*\.cc:\d+\] (.*)$", process.stderr, re.MULTILINE)
-  return error[1] if error and process.returncode else ""

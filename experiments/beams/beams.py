@@ -21,7 +21,7 @@ from specdec_jax.core.counts import require_finite
 from specdec_jax.core.loading import DecodeSettings
 from specdec_jax.core.sampling import Sampling
 from specdec_jax.data.quality import quality
-from specdec_jax.errors import InputError, require_count, require_types
+from specdec_jax.errors import InputError, require_count
 from specdec_jax.measure.measure import settings_to_measure
 from specdec_jax.measure.records import Record
 from specdec_jax.measure.sweep import Report, Step, sweep
@@ -67,7 +67,6 @@ def beams(
     InputError: there is nothing to measure, an argument is out of range, the numbers of texts and
       references differ, or a beam searcher cannot be built (`LoadedPair.beam_searcher`).
   """
-  require_types(beams, locals())
   require_count("repeats", repeats, 0)
   require_count("max_new_tokens", max_new_tokens)
   pair.require_batch_size(batch_size)

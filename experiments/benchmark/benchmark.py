@@ -24,7 +24,7 @@ from specdec_jax.atomic_files import atomic_write
 from specdec_jax.core.loading import DecodeSettings
 from specdec_jax.core.sampling import Sampling, row_keys
 from specdec_jax.core.trees import chain
-from specdec_jax.errors import InputError, require_count, require_types
+from specdec_jax.errors import InputError, require_count
 from specdec_jax.measure.costs import Costs, round_calls, round_costs
 from specdec_jax.measure.measure import settings_to_measure
 from specdec_jax.measure.timing import interleaved_medians
@@ -64,7 +64,6 @@ def benchmark(
   Raises:
     InputError: `recorded` is missing or does not have this format, or `runs` is not positive.
   """
-  require_types(benchmark, locals())
   require_count("runs", runs)
   console = Console(markup=False)
   setting = _setting(pair, sentences)

@@ -25,7 +25,7 @@ from specdec_jax.core.loading import DecodeSettings
 from specdec_jax.core.sampling import Sampling, row_keys
 from specdec_jax.core.trees import chain
 from specdec_jax.core.types import DecodeResult
-from specdec_jax.errors import InputError, require_count, require_seed, require_types
+from specdec_jax.errors import InputError, require_count, require_seed
 from specdec_jax.measure.calibrate import GAMMAS, calibrate
 from specdec_jax.measure.choice import Calibration
 from specdec_jax.measure.measure import settings_to_measure
@@ -99,7 +99,6 @@ def gamma(
   Raises:
     InputError: there is nothing to measure, or an argument is out of range.
   """
-  require_types(gamma, locals())
   require_seed(seed)
   require_count("max_new_tokens", max_new_tokens)
   require_count("repeats", repeats)

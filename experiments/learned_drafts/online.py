@@ -19,7 +19,7 @@ from specdec_jax.core.types import DecodeResult, Params
 from specdec_jax.data.text import read_lines
 from specdec_jax.drafts.heads.stateless import SpeculatorDraft
 from specdec_jax.drafts.retrieval import Datastore, with_texts
-from specdec_jax.errors import InputError, require_count, require_types
+from specdec_jax.errors import InputError, require_count
 from specdec_jax.measure import records
 from specdec_jax.measure.measure import settings_to_measure
 from specdec_jax.measure.progress import Progress
@@ -62,7 +62,6 @@ def serve_and_learn(
   Raises:
     InputError: the draft cannot learn, `results.jsonl` exists, or an argument is out of range.
   """
-  require_types(serve_and_learn, locals())
   settings = DecodeSettings(Sampling(temperature), max_new_tokens=max_new_tokens, seed=seed)
   comparison = _Comparison(pair, inputs, output_dir, num_texts, every, gamma, settings)
   frozen = pair.draft(settings.sampling, chain(gamma))
@@ -116,7 +115,6 @@ def serve_and_store(
   Raises:
     InputError: the draft has no datastore, `results.jsonl` exists, or an argument is out of range.
   """
-  require_types(serve_and_store, locals())
   settings = DecodeSettings(Sampling(temperature), max_new_tokens=max_new_tokens, seed=seed)
   comparison = _Comparison(pair, inputs, output_dir, num_texts, every, gamma, settings)
   store, start_id = pair.draft_params, pair.vocabulary.start_id

@@ -31,7 +31,7 @@ from specdec_jax.drafts.layer_skip import (
   logits_at_each_token,
   of_layers,
 )
-from specdec_jax.errors import InputError, require_count, require_seed, require_types
+from specdec_jax.errors import InputError, require_count, require_seed
 from specdec_jax.measure.alpha import (
   Estimate,
   acceptance_and_change,
@@ -84,7 +84,6 @@ def search_layers(
     InputError: there are no texts, an argument is out of range, the decoder of the target has only
       one layer, or acceptance is simulated.
   """
-  require_types(search_layers, locals())
   require_seed(seed)
   require_count("max_candidates", max_candidates)
   require_count("max_new_tokens", max_new_tokens)

@@ -25,7 +25,7 @@ from specdec_jax.core.sampling import Sampling
 from specdec_jax.drafts.heads import AnyConfig
 from specdec_jax.drafts.ngram import bigram, unigram
 from specdec_jax.drafts.uniform import uniform
-from specdec_jax.errors import InputError, require_count, require_types
+from specdec_jax.errors import InputError, require_count
 from specdec_jax.measure.measure import measure
 from specdec_jax.measure.records import Record, open_results, read
 from specdec_jax.measure.reporting.tables import MISSING, Table, number_text
@@ -264,7 +264,6 @@ def reproduce(
     InputError: there is no such table or figure, there are no tasks, or no row of a table can be
       measured.
   """
-  require_types(reproduce, locals())
   require_count("repeats", repeats)
   require_count("min_tokens", min_tokens)
   for name in names or ("",):

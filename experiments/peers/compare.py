@@ -33,7 +33,7 @@ from specdec_jax.core.sampling import Sampling, row_keys
 from specdec_jax.core.trees import chain
 from specdec_jax.core.types import DecodeResult
 from specdec_jax.core.verify.tokens import TokenVerifier
-from specdec_jax.errors import InputError, require_count, require_seed, require_types
+from specdec_jax.errors import InputError, require_count, require_seed
 from specdec_jax.measure import records
 from specdec_jax.measure.measure import settings_to_measure
 from specdec_jax.measure.records import Record
@@ -74,7 +74,6 @@ def peers(
     InputError: there are no comparisons, a comparison has no texts or gammas, or an argument is out
       of range.
   """
-  require_types(peers, locals())
   require_seed(seed)
   require_count("repeats", repeats)
   if not comparisons:

@@ -21,7 +21,7 @@ from specdec_jax.core.sampling import Sampling, row_keys
 from specdec_jax.core.trees import AnyTree, NodeLayout, chain, place_chain
 from specdec_jax.core.wrappers import WrappedModel
 from specdec_jax.data.vocabulary import padded
-from specdec_jax.errors import InputError, require_count, require_types
+from specdec_jax.errors import InputError, require_count
 from specdec_jax.models.config import named_dtype
 from specdec_jax.models.families import model_of
 from specdec_jax.models.simulated import CERTAIN
@@ -142,7 +142,6 @@ def replayed_pair(
   Raises:
     InputError: there are no texts, or the pair is decoder-only.
   """
-  require_types(replayed_pair, locals())
   require_count("max_new_tokens", max_new_tokens)
   if not texts or pair.continues:
     raise InputError("Replaying needs texts and an encoder-decoder.")

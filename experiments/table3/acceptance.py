@@ -23,7 +23,7 @@ from specdec_jax.core.loading import DecodeSettings, LoadedTarget, load_draft
 from specdec_jax.core.sampling import Sampling
 from specdec_jax.core.trees import chain
 from specdec_jax.core.types import DecodeResult
-from specdec_jax.errors import InputError, require_count, require_seed, require_types
+from specdec_jax.errors import InputError, require_count, require_seed
 from specdec_jax.measure.alpha import Acceptance, mean_with_interval, measure_alpha
 from specdec_jax.measure.autoregressive import generate
 from specdec_jax.measure.measure import settings_to_measure
@@ -64,7 +64,6 @@ def acceptance(
   Raises:
     InputError: there is nothing to measure, or an argument is out of range.
   """
-  require_types(acceptance, locals())
   require_seed(seed)
   counts = dict(min_tokens=min_tokens, gamma=gamma, max_new_tokens=max_new_tokens)
   for name, value in counts.items():

@@ -18,7 +18,7 @@ from specdec_jax.core.sampling import Sampling
 from specdec_jax.core.trees import AnyTree, chain
 from specdec_jax.core.types import DecodeResult
 from specdec_jax.data.text import read_lines
-from specdec_jax.errors import require_count, require_types
+from specdec_jax.errors import require_count
 from specdec_jax.measure import records
 from specdec_jax.measure.measure import settings_to_measure
 from specdec_jax.measure.progress import Progress
@@ -63,7 +63,6 @@ def measure_throughput(
   Raises:
     InputError: an argument is out of range.
   """
-  require_types(measure_throughput, locals())
   require_count("repeats", repeats)
   for gamma in gammas:
     require_count("gamma", gamma, 0)

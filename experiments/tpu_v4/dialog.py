@@ -15,7 +15,7 @@ from collections.abc import Sequence
 
 from specdec_jax.data.text import read_lines
 from specdec_jax.data.vocabularies import open_vocabulary
-from specdec_jax.errors import InputError, require_count, require_types
+from specdec_jax.errors import InputError, require_count
 
 
 def prompt(turns: Sequence[str], speakers: tuple[str, str] = ("A", "B"), first: int = 0) -> str:
@@ -55,7 +55,6 @@ def read_dialogs(
   Raises:
     InputError: a line is not a dialog, or its last turn alone exceeds `max_tokens`.
   """
-  require_types(read_dialogs, locals())
   require_count("max_tokens", max_tokens)
   words = open_vocabulary(vocabulary)
   prompts = []

@@ -26,7 +26,7 @@ from specdec_jax.core.trees import AnyTree, DynamicTree, Tree, chain
 from specdec_jax.core.types import DecodeResult, Verifier
 from specdec_jax.core.verify.blocks import BlockVerifier
 from specdec_jax.core.verify.tokens import TokenVerifier
-from specdec_jax.errors import InputError, require_count, require_seed, require_types
+from specdec_jax.errors import InputError, require_count, require_seed
 from specdec_jax.measure.alpha import positional_acceptance, ratio_with_interval
 from specdec_jax.measure.autoregressive import generate
 from specdec_jax.measure.costs import Costs, measure_costs
@@ -85,7 +85,6 @@ def trees(
   Raises:
     InputError: there is nothing to measure, or an argument is out of range.
   """
-  require_types(trees, locals())
   require_seed(seed)
   counts = dict(calibration_texts=calibration_texts, calibration_tokens=calibration_tokens)
   counts |= dict(max_new_tokens=max_new_tokens, min_tokens=min_tokens)

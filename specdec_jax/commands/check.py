@@ -18,7 +18,7 @@ from specdec_jax.core.sampling import Sampling, row_keys
 from specdec_jax.core.trees import AnyTree, DynamicTree, Tree, chain
 from specdec_jax.core.types import DecodeResult
 from specdec_jax.core.verify.tokens import TokenVerifier
-from specdec_jax.errors import InputError, require_count, require_seed, require_types
+from specdec_jax.errors import InputError, require_count, require_seed
 from specdec_jax.exactness.compare import cells_of, compare_argmax, compare_samples
 from specdec_jax.exactness.dependence import between_rounds, within_rounds
 from specdec_jax.exactness.martingale import (
@@ -136,7 +136,6 @@ def check_exactness(
     InputError: there is nothing to check, an argument is out of range, the verifier is lossy, the
       acceptance is simulated, or `generation` has settings other than those of logits processors.
   """
-  require_types(check_exactness, locals())
   require_seed(seed)
   if not (texts and samplings and (gammas or trees or dynamic) and batch_sizes):
     raise InputError("There is nothing to check: no texts, samplings, guesses or batch sizes.")

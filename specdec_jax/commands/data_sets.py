@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 from specdec_jax.atomic_files import atomic_write
 from specdec_jax.data.tfds import prepare_tfds
-from specdec_jax.errors import InputError, require_types
+from specdec_jax.errors import InputError
 from specdec_jax.gin_files import PACKAGE, data_folder
 
 CONTENTS = {
@@ -76,7 +76,6 @@ def fetch(names: Sequence[str] = (), files: Sequence[RemoteFile] | None = None) 
     InputError: there is no such data set, a file cannot be downloaded or has another checksum than
       expected, or `prepare_tfds` fails.
   """
-  require_types(fetch, locals())
   folder = pathlib.Path(data_folder())
   if not names:
     print(f"specdec data NAME ... downloads into the folder {folder}:")

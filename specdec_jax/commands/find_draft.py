@@ -6,7 +6,7 @@ The table is part of this module, so no network is needed.
 import difflib
 from collections.abc import Mapping, Sequence
 
-from specdec_jax.errors import InputError, require_types
+from specdec_jax.errors import InputError
 
 _T5GEMMA = {
   "s-s": 313,
@@ -137,7 +137,6 @@ def find_draft(names: Sequence[str] = ()) -> None:
   Raises:
     InputError: a name is not in the table.
   """
-  require_types(find_draft, locals())
   if not names:
     for family, models in FAMILIES.items():
       print(f"{family}:")

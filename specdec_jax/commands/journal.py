@@ -6,8 +6,6 @@ import pathlib
 from collections.abc import Iterator
 from typing import BinaryIO
 
-from specdec_jax.atomic_files import name_in_errors, require_regular_file
-
 
 class Journal:
   """File that has the settings of a run in its first line, and an output record in each later line.
@@ -33,9 +31,8 @@ class Journal:
     self._write(records)
 
   def _write(self, records: list[dict]) -> None:
-    with name_in_errors(self._path):
-      self._file.write(b"".join(json.dumps(record).encode() + b"\n" for record in records))
-      self._file.flush()  # without fsync, which would take as long as decoding a short text
+    self._file.write(b"".join(json.dumps(record).encode() + b"\n" for record in records))
+    self._file.flush()  # without fsync, which would take as long as decoding a short text
 
 
 @contextlib.contextmanager
@@ -55,7 +52,6 @@ def open_journal(output: str, settings: dict) -> Iterator[Journal]:
   """
   path = pathlib.Path(output)
   path = path.with_name(f".{path.name}.journal")
-  require_regular_file(path)
   with open(path, "ab") as file:
     journal = Journal(path, settings, file)
     try:

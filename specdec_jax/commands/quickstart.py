@@ -11,7 +11,7 @@ from specdec_jax.commands.speedup import decode_examples, show_speedup
 from specdec_jax.core.loading import DecodeSettings
 from specdec_jax.core.sampling import Sampling
 from specdec_jax.core.trees import chain
-from specdec_jax.errors import InputError, require_count, require_types
+from specdec_jax.errors import InputError, require_count
 from specdec_jax.measure.records import open_results
 from specdec_jax.measure.reporting.rounds import LEGEND, TREE_LEGEND, round_text
 from specdec_jax.measure.reporting.stepper import Example
@@ -50,7 +50,6 @@ def quickstart(
   Raises:
     InputError: there are no sentences or gammas, or a gamma is less than 1.
   """
-  require_types(quickstart, locals())
   if not (sentences and gammas):
     raise InputError("There is nothing to show: no sentences, or no gammas.")
   for gamma in gammas:

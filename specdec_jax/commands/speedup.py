@@ -10,7 +10,6 @@ from specdec_jax.core.loading import DecodeSettings
 from specdec_jax.core.sampling import Sampling
 from specdec_jax.core.trees import AnyTree, DynamicTree, chain
 from specdec_jax.data.text import read_lines
-from specdec_jax.errors import require_types
 from specdec_jax.measure.calibrate import resolve_gammas
 from specdec_jax.measure.measure import References, measure
 from specdec_jax.measure.records import open_results, read
@@ -66,7 +65,6 @@ def speedup(
       baseline's outputs.
     metric: one of `data.quality.METRICS`.
   """
-  require_types(speedup, locals())
   samplings = [Sampling(temperature=t, top_k=top_k if t else 0) for t in temperatures]
   settings = [DecodeSettings(s, batch_size, max_new_tokens, seed, lenience) for s in samplings]
   if isinstance(references, str):

@@ -17,7 +17,7 @@ from specdec_jax.data.vocabularies import open_vocabulary_of_model, padded_size
 from specdec_jax.data.vocabulary import PAD_ID, ModelTokens, Vocabulary
 from specdec_jax.data.word_pieces import train_word_pieces
 from specdec_jax.drafts.heads import SpeculatorConfig
-from specdec_jax.errors import InputError, require_count, require_types
+from specdec_jax.errors import InputError, require_count
 from specdec_jax.models.families import Config, model_of, module_of
 from specdec_jax.models.partitioning import make_mesh, param_shardings
 from specdec_jax.pairs.load import model_tokens
@@ -43,7 +43,6 @@ def fit_vocabulary(data: str, sources: list[str], size: int, vocabulary: str) ->
     vocabulary: path of the file to write. If its name ends in `.txt`, word pieces in BERT's format
       are trained, otherwise a SentencePiece model.
   """
-  require_types(fit_vocabulary, locals())
   require_count("size", size)
   pathlib.Path(vocabulary).parent.mkdir(parents=True, exist_ok=True)
   lines = (line for source in sources for line in read_lines(f"{data}/{source}"))
@@ -89,7 +88,6 @@ def train_target(
   Raises:
     InputError: the configuration does not fit the vocabulary, or the parameters in `start`.
   """
-  require_types(train_target, locals())
   if max_source_tokens is not None:
     require_count("max_source_tokens", max_source_tokens)
   words, config = open_fitting_vocabulary(config, vocabulary)
@@ -132,7 +130,6 @@ def config_of(checkpoint: str, dropout_rate: float = 0.1) -> Config:
   Raises:
     InputError: the checkpoint cannot be opened, or it is a draft head.
   """
-  require_types(config_of, locals())
   config = open_checkpoint(checkpoint).config
   if isinstance(config, SpeculatorConfig):
     raise InputError(f"{checkpoint} is a draft head, which is no model by itself.")
@@ -205,7 +202,6 @@ def train_draft(
     InputError: `tail` or `after` is set and `divergence` is not 'forward_kl', `on_policy` is set
       without `start` or with `distillation_data`, or the configuration does not fit the vocabulary.
   """
-  require_types(train_draft, locals())
   for name, value in {"tail": tail, "after": after}.items():
     if value and divergence != "forward_kl":
       raise InputError(f"{name} needs the divergence 'forward_kl', and it is {divergence!r}.")
@@ -292,7 +288,6 @@ def train_speculator(
   Raises:
     InputError: `stride` is less than 1, or the model in `start` does not fit the head.
   """
-  require_types(train_speculator, locals())
   require_count("stride", stride)
   opened = open_checkpoint(target)
   tokens = model_tokens(opened)

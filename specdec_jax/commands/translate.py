@@ -34,8 +34,6 @@ from specdec_jax.errors import (
   InputError,
   require_count,
   require_seed,
-  require_text,
-  require_types,
 )
 from specdec_jax.measure.calibrate import resolve_tree
 from specdec_jax.measure.progress import Progress
@@ -109,10 +107,6 @@ def translate(
     InputError: an argument is out of range, `generation` has settings other than those of logits
       processors, or beams are combined with a temperature above 0, a tree, 'auto' or `generation`.
   """
-  require_types(translate, locals())
-  for name, path in (("input", input or ""), ("output", output)):
-    require_text(name, path, errors="surrogateescape")
-  require_text("prefix", prefix)
   require_seed(seed)
   require_count("max_new_tokens", max_new_tokens)
   pair.require_batch_size(batch_size)
@@ -140,9 +134,7 @@ def translate(
   settings = DecodeSettings(sampling, batch_size, max_new_tokens, seed)
   to_file, warnings = output != "-", _LineWarnings(pair, notes, max_new_tokens)
   write = _write_json if output.endswith(".jsonl") else _write_text
-  with (
-    atomic_write(output, exclusive=True) if to_file else contextlib.nullcontext(sys.stdout) as sink
-  ):
+  with atomic_write(output) if to_file else contextlib.nullcontext(sys.stdout) as sink:
     if at_terminal:
       notes.print("A line, then Enter; Ctrl-D ends it.")
     first: list[str] = []

@@ -23,7 +23,7 @@ from specdec_jax.core.processors import (
 )
 from specdec_jax.core.sampling import Sampling
 from specdec_jax.core.settings import HashableArray
-from specdec_jax.errors import InputError, require_count, require_number, require_types, shown
+from specdec_jax.errors import InputError, require_count, require_number, shown
 
 Tokens = Sequence[int]
 DEFAULT_NEW_TOKENS = 128
@@ -107,7 +107,13 @@ class GenerationConfig:
   beam_scorer: Literal["t5x", "hf"] | None = None
 
   def __post_init__(self):
-    require_types(GenerationConfig, vars(self))
+    for name, choices in (
+      ("do_sample", (None, False, True)),
+      ("early_stopping", (None, False, True, "never")),
+      ("beam_scorer", (None, "t5x", "hf")),
+    ):
+      if getattr(self, name) not in choices:
+        raise InputError(f"{name} is {shown(getattr(self, name))}; give one of {choices}.")
     for name, least in (
       *(
         (name, 1) for name in ("max_new_tokens", "max_length", "num_return_sequences", "num_beams")

@@ -18,7 +18,7 @@ from jaxtyping import Bool, Float, Int, Key, Shaped
 
 from specdec_jax.core.arrays import gather_one, take
 from specdec_jax.core.settings import Settings, is_neutral, traced
-from specdec_jax.errors import InputError, require_number, require_types, shown
+from specdec_jax.errors import InputError, require_count, require_number
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,16 +48,12 @@ class Sampling(Settings):
   eta_cutoff: float = traced(0.0, neutral=0.0)
 
   def __post_init__(self):
-    require_types(Sampling, vars(self))
-    # Numbers of other kinds, such as `Fraction` or numpy scalars, become hashable Python numbers.
-    temperature, top_k = float(self.temperature), int(self.top_k)
-    if not (temperature == 0 or 1e-30 <= temperature < math.inf):
-      raise InputError(
-        f"temperature is {shown(temperature)}; it must be 0 (argmax) or positive, from 1e-30."
-      )
-    if top_k < 0:
-      raise InputError(f"top_k is {shown(top_k)}; it must be a positive count, or 0 to keep all.")
-    values = {"temperature": temperature, "top_k": top_k}
+    # Numbers of other kinds, such as numpy scalars, become hashable Python numbers.
+    temperature = require_number("temperature", self.temperature, 0, math.inf)
+    if 0 < temperature < 1e-30:
+      raise InputError(f"temperature is {temperature}; it must be 0 (argmax) or at least 1e-30.")
+    require_count("top_k", self.top_k, 0)
+    values = {"temperature": temperature, "top_k": int(self.top_k)}
     for name in ("top_p", "typical_p"):
       values[name] = require_number(name, getattr(self, name), 0, 1, "(]", ", with 1 to keep all")
     for name, ends in (("min_p", "[]"), ("epsilon_cutoff", "[)"), ("eta_cutoff", "[)")):

@@ -23,7 +23,7 @@ from jaxtyping import Bool, Int
 
 from specdec_jax.core.arrays import gather
 from specdec_jax.core.memory import require_host_memory
-from specdec_jax.errors import InputError, require_count, require_types, shown
+from specdec_jax.errors import InputError, require_count, shown
 
 MOST_UNROLLED = 64  # maximum number of levels or siblings that a program computes one by one
 
@@ -89,7 +89,6 @@ class Tree:
     Raises:
       InputError: a parent or earlier sibling is missing, or `paths` are not sequences of integers.
     """
-    require_types(Tree.from_paths, {"paths": paths})
     nodes: list[tuple[int, ...]] = [()]
     nodes += sorted({tuple(path) for path in paths}, key=lambda path: (len(path), path))
     for path in nodes[1:]:

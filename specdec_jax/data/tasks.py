@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from typing import Any, Literal
 
 from specdec_jax.atomic_files import atomic_write
-from specdec_jax.errors import InputError, require_count, require_types
+from specdec_jax.errors import InputError, require_count
 
 _HAS_SEQIO = importlib.util.find_spec("seqio") is not None
 _MISSING = (
@@ -50,7 +50,6 @@ def sources(
     InputError: seqio is not installed, there is no such task or split, or the dataset of TFDS is
       not prepared on this machine.
   """
-  require_types(sources, locals())
   if limit is not None:
     require_count("limit", limit)
   if not _HAS_SEQIO:
@@ -84,7 +83,6 @@ def targets_file(task: str, split: str = "train", limit: int = 100_000) -> str:
   Raises:
     InputError: as for `sources`.
   """
-  require_types(targets_file, locals())
   return str(_text_file(task, split, limit, "targets"))
 
 
@@ -103,7 +101,6 @@ def text_folder(
   Raises:
     InputError: as for `sources`.
   """
-  require_types(text_folder, locals())
   files = [
     _text_file(task, split, limit, side) for split in splits for side in ("inputs", "targets")
   ]

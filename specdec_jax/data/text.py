@@ -8,7 +8,7 @@ import sys
 import zlib
 from collections.abc import Iterable, Iterator
 
-from specdec_jax.errors import InputError, require_count, require_text, require_types
+from specdec_jax.errors import InputError, require_count, require_text
 
 
 def read_lines(
@@ -29,9 +29,6 @@ def read_lines(
   Raises:
     InputError: the file does not exist, or it is not UTF-8 text.
   """
-  require_types(read_lines, locals())
-  require_text("path", path, errors="surrogateescape")
-  require_text("prefix", prefix)
   if limit is not None:
     require_count("limit", limit)
   file = pathlib.Path(path)
@@ -119,5 +116,4 @@ def read_stdin_lines(prefix: str = "") -> Iterator[str]:
   """
   if sys.stdin is None:
     raise InputError("standard input is closed; give the path of a text file instead of '-'.")
-  require_text("prefix", prefix)
   yield from iter_sources(sys.stdin.buffer, "standard input", prefix)

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from typing import Literal
 
 from specdec_jax.data.vocabulary import DECODER_ONLY, ModelTokens, Vocabulary
-from specdec_jax.errors import InputError, require_types
+from specdec_jax.errors import InputError
 
 _MAX_EXTRA_IDS = 1_000_000  # sentinels are added one by one, which takes seconds for this number
 _T5_EXTRA_IDS = 100
@@ -44,7 +44,6 @@ def open_vocabulary(
       out of range, or it is positive and the file is not a SentencePiece model; or the vocabulary
       does not have the source language.
   """
-  require_types(open_vocabulary, locals())
   if not 0 <= extra_ids <= _MAX_EXTRA_IDS:
     raise InputError(
       f"extra_ids is {extra_ids}; it must be from 0 to {_MAX_EXTRA_IDS} (T5's has 100)."

@@ -27,7 +27,7 @@ from specdec_jax.drafts.model import ModelDraft
 from specdec_jax.drafts.recycling import RecyclingDraft
 from specdec_jax.drafts.stop_at_miss import StopAtMissDraft
 from specdec_jax.drafts.stopping import AdaptiveStoppingDraft, StoppingDraft
-from specdec_jax.errors import InputError, require_count, require_types, shown
+from specdec_jax.errors import InputError, require_count, shown
 
 LoadsDraft = Callable[[LoadedTarget], DraftFactory]
 
@@ -46,7 +46,6 @@ def hierarchical_draft(
   Raises:
     InputError: (when the draft is built) `draft` does not load a model, or a tree is not a chain.
   """
-  require_types(hierarchical_draft, locals())
   model, cheaper = (load_draft(load, target) for load in (draft, inner))
 
   def build(sampling: Sampling, tree: AnyTree) -> HierarchicalDraft:
@@ -67,7 +66,6 @@ def forest_draft(target: LoadedTarget, drafts: Sequence[LoadsDraft]) -> DraftFac
     target: target of the pair.
     drafts: functions that load the drafts.
   """
-  require_types(forest_draft, locals())
   factories = [load_draft(draft, target) for draft in drafts]
 
   def build(sampling: Sampling, tree: AnyTree) -> ForestDraft:
@@ -93,7 +91,6 @@ def cascade_draft(
     InputError: `len(gammas)` is not `len(drafts) - 1`, a gamma is not a positive integer, or (when
       the draft is built) the tree is not a chain.
   """
-  require_types(cascade_draft, locals())
   if len(gammas) != len(drafts) - 1:
     raise InputError(
       f"There are {len(drafts)} drafts in a row and {len(gammas)} gammas; give one gamma for each "
@@ -135,7 +132,6 @@ def tree_draft(
   Raises:
     InputError: both `widths` and `num_guesses` are given, or neither of them.
   """
-  require_types(tree_draft, locals())
   if bool(widths) == (num_guesses is not None):
     raise InputError("A tree has widths, or num_guesses if it is dynamic; give one.")
 
@@ -165,7 +161,6 @@ def stopping_draft(
     goal: acceptance rate that the threshold is adapted to (`AdaptiveStoppingDraft`); None for a
       constant threshold.
   """
-  require_types(stopping_draft, locals())
   model = load_draft(draft, target)
 
   def build(sampling: Sampling, tree: AnyTree) -> StoppingDraft:
@@ -189,7 +184,6 @@ def stop_at_miss_draft(target: LoadedTarget, draft: LoadsDraft) -> DraftFactory:
     target: target of the pair.
     draft: function that loads a draft that selects its tokens deterministically.
   """
-  require_types(stop_at_miss_draft, locals())
   factory = load_draft(draft, target)
 
   def build(sampling: Sampling, tree: AnyTree) -> StopAtMissDraft:
@@ -209,7 +203,6 @@ def recycling_draft(
     num_recycled: maximum number of recycled tokens. By default, and at most, it is gamma - 1, the
       number of tokens that may follow a rejected one.
   """
-  require_types(recycling_draft, locals())
   if num_recycled is not None:
     require_count("num_recycled", num_recycled)
   factory = load_draft(draft, target)
@@ -265,7 +258,6 @@ def draft_sampling(
     top_k: top_k of the draft; None to use the target's top_k.
     top_p: top_p of the draft; None to use the target's top_p.
   """
-  require_types(draft_sampling, locals())
   settings = {"temperature": temperature, "top_k": top_k, "top_p": top_p}
   given: dict[str, Any] = {name: value for name, value in settings.items() if value is not None}
   Sampling(**given)  # raises for invalid values before a model is loaded

@@ -19,7 +19,7 @@ from specdec_jax.core.trees import AnyTree, NodePlacement, require_static
 from specdec_jax.core.types import Context, Model, Outcome, Proposal
 from specdec_jax.core.wrappers import WrappedDraft
 from specdec_jax.drafts.model import ModelDraft
-from specdec_jax.errors import InputError, require_types
+from specdec_jax.errors import InputError
 from specdec_jax.models.families import Config, model_of
 from specdec_jax.models.gpt import GPTModel
 from specdec_jax.models.simulated import unwrapped, unwrapped_cache
@@ -37,7 +37,6 @@ def layer_skip(target: LoadedTarget, layers: Sequence[int]) -> DraftFactory:
     InputError: `layers` is empty or not ascending, the target does not have these layers, or it is
       neither a T5 nor a decoder-only model of this project.
   """
-  require_types(layer_skip, locals())
   target_config = decoder_of(target.model).config
   require_layers(layers, target_config.num_decoder_layers)
   config, params = of_layers(target_config, target.params, layers)

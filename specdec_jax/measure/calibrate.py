@@ -32,7 +32,7 @@ from specdec_jax.core.loading import DecodeSettings
 from specdec_jax.core.sampling import row_keys
 from specdec_jax.core.trees import Tree, chain, require_tree_memory
 from specdec_jax.core.types import DecodeResult
-from specdec_jax.errors import InputError, require_count, require_types
+from specdec_jax.errors import InputError, require_count
 from specdec_jax.measure import machine
 from specdec_jax.measure.alpha import positional_acceptance
 from specdec_jax.measure.choice import LEAST_GAIN, Branching, Calibration, choose, choose_tree
@@ -366,12 +366,9 @@ def _parse(fields: dict[str, Any]) -> Calibration:
     branching = Branching(**branching | dict(tree=tree, acceptance=acceptance))
   tuples = {name: tuple(value) for name, value in fields.items() if isinstance(value, list)}
   calibration = Calibration(**fields | tuples | dict(branching=branching))
-  require_types(Calibration, calibration._asdict())
   gamma, size = calibration.gamma, len(calibration.speedups)
   if not (0 <= gamma < size == len(calibration.c) == len(calibration.v) and size > 1):
     raise ValueError(f"gamma is {gamma}, among {size} speedups")
-  if branching is not None:
-    require_types(Branching, branching._asdict())
   numbers = [calibration.alpha, *calibration.c, *calibration.v, *calibration.speedups]
   finite = np.isfinite([*numbers, *calibration.starts, calibration.tried or 0.0]).all()
   if not (finite and min(numbers) >= 0 and calibration.alpha <= 1):

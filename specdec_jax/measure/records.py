@@ -18,8 +18,7 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 from specdec_jax import __version__
-from specdec_jax.atomic_files import lock_file, name_in_errors, require_regular_file
-from specdec_jax.errors import InputError, require_types
+from specdec_jax.errors import InputError
 
 SCHEMA = 3
 FIELDS_OF_SCHEMA_1 = {  # old name: current name
@@ -370,23 +369,16 @@ def _key_value(value: Any) -> Any:
 
 @contextlib.contextmanager
 def open_results(output_dir: str | os.PathLike) -> Iterator[str]:
-  """Create and lock `output_dir`, and yield the path of `results.jsonl` in it.
+  """Create `output_dir`, and yield the path of `results.jsonl` in it.
 
   The folder and the file are created first, so that a path that cannot be written fails before the
   measurement. An incomplete last line, left by a killed run, is dropped with a warning.
-
-  Raises:
-    InputError: another run has locked the folder, or `results.jsonl` is not a regular file.
-    OSError: the folder or the file cannot be written.
   """
   os.makedirs(output_dir, exist_ok=True)
   path = os.path.join(output_dir, "results.jsonl")
-  require_regular_file(path)
-  with open(os.path.join(output_dir, ".lock"), "a") as lock:
-    lock_file(lock, output_dir)
-    with _locked(path) as fd:
-      _drop_torn_line(fd, path)
-    yield path
+  with _locked(path) as fd:
+    _drop_torn_line(fd, path)
+  yield path
 
 
 def append(path: str | os.PathLike, record: Record) -> None:
@@ -406,11 +398,10 @@ def append(path: str | os.PathLike, record: Record) -> None:
   with _locked(path) as fd:
     size = _drop_torn_line(fd, path)
     try:
-      with name_in_errors(path):
-        num_written = os.write(fd, line)
-        if num_written < len(line):  # the disk is full: a second write raises the error
-          os.write(fd, line[num_written:])
-        os.fsync(fd)
+      num_written = os.write(fd, line)
+      if num_written < len(line):  # the disk is full: a second write raises the error
+        os.write(fd, line[num_written:])
+      os.fsync(fd)
     except BaseException:
       os.ftruncate(fd, size)
       raise
@@ -460,10 +451,6 @@ def _parse(line: bytes, location: str) -> Record:
       f"reads schema 1 to {SCHEMA}; read it with the version that wrote it "
       f"({reprlib.repr(version)})."
     )
-  try:
-    require_types(Record, values)
-  except InputError as error:
-    raise InputError(f"{location}: {error} Correct or delete that line.") from None
   try:
     return Record(**values)
   except TypeError as error:

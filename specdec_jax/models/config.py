@@ -6,7 +6,7 @@ from typing import Any, ClassVar, Literal
 
 import jax.numpy as jnp
 
-from specdec_jax.errors import InputError, require_count, require_number, require_types
+from specdec_jax.errors import InputError, require_count, require_number
 
 Weights = Literal["float", "int8"]
 
@@ -100,7 +100,6 @@ class TransformerConfig:
 
   def __post_init__(self):
     """Raise InputError if a field is invalid. Configurations may come from damaged files."""
-    require_types(type(self), vars(self))
     sizes = "vocab_size", "emb_dim", "num_heads", "head_dim", "mlp_dim", "num_decoder_layers"
     optional = "num_positions", "padded_vocab_size", "num_output_tokens", "num_kv_heads", "window"
     for name in (*sizes, *optional):

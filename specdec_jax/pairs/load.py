@@ -29,7 +29,7 @@ from specdec_jax.data.vocabulary import ModelTokens, Vocabulary
 from specdec_jax.drafts.dynamic import model_draft
 from specdec_jax.drafts.heads import SpeculatorConfig
 from specdec_jax.drafts.other_vocabulary import OtherVocabularyModel, other_vocabulary_params
-from specdec_jax.errors import InputError, require_count, require_types, shown
+from specdec_jax.errors import InputError, require_count, shown
 from specdec_jax.models.config import GPTConfig, named_dtype
 from specdec_jax.models.families import Config, model_of, with_feature_layers
 from specdec_jax.models.kernels import skinny
@@ -110,7 +110,6 @@ def load_pair(
     InputError: a file is missing or damaged, the models do not share the vocabulary, or an argument
       is invalid.
   """
-  require_types(load_pair, locals())
   require_count("max_source_tokens", max_source_tokens)
   dtype = _of_device(dtype)
   of_target, is_path = _open("target", target), isinstance(target, str)
@@ -245,7 +244,6 @@ def checkpoint_draft(
   Raises:
     InputError: see `load_for`; or the two vocabularies have no piece in common.
   """
-  require_types(checkpoint_draft, locals())
   words, opened = target.vocabulary, open_checkpoint(model)
   if vocabulary is not None:
     file = hub.resolve(vocabulary, hub.VOCABULARY)
@@ -291,7 +289,6 @@ def frequent_tokens(vocabulary: Vocabulary, path: str, count: int) -> list[int]:
     path: text file with one output of the task per line.
     count: number of tokens, at most that of the vocabulary.
   """
-  require_types(frequent_tokens, locals())
   require_count("count", count)
   counts = np.zeros(len(vocabulary), np.int64)
   for line in read_lines(path):
@@ -304,7 +301,6 @@ def frequent_tokens(vocabulary: Vocabulary, path: str, count: int) -> list[int]:
 
 def asset(name: str) -> str:
   """Return the path of a bundled file or folder. Gin files call this function."""
-  require_types(asset, locals())
   return str(ASSETS / name)
 
 

@@ -14,7 +14,7 @@ from specdec_jax.core.types import Model
 from specdec_jax.data.vocabularies import open_vocabulary
 from specdec_jax.data.vocabulary import Vocabulary
 from specdec_jax.drafts.dynamic import model_draft
-from specdec_jax.errors import InputError, require_count, require_types
+from specdec_jax.errors import InputError, require_count
 from specdec_jax.models.config import Weights, named_dtype
 from specdec_jax.models.families import Config, model_of, with_feature_layers
 from specdec_jax.models.quantization import MAX_INT8, param_dtype
@@ -61,7 +61,6 @@ def random_pair(
     draft_weights: see `load_pair`.
     num_output_tokens: see `random_draft`; for a draft that is given by its size.
   """
-  require_types(random_pair, locals())
   require_count("max_source_tokens", max_source_tokens)
   version, kind = version_name(version), named_dtype(dtype)
   words = open_vocabulary(vocabulary)
@@ -122,7 +121,6 @@ def random_draft(
     num_output_tokens: number of tokens that have logits, the first ones of the vocabulary; None for
       all tokens.
   """
-  require_types(random_draft, locals())
   version = version_name(version)
   config, params = random_model(
     size,

@@ -14,7 +14,7 @@ from specdec_jax.core.sampling import Sampling
 from specdec_jax.core.trees import AnyTree
 from specdec_jax.core.types import Draft, Model
 from specdec_jax.drafts.heads import SpeculatorConfig, head_of, speculator_config
-from specdec_jax.errors import InputError, require_types
+from specdec_jax.errors import InputError
 from specdec_jax.models.families import Config
 from specdec_jax.models.simulated import unwrapped
 
@@ -37,7 +37,6 @@ def speculator(
     InputError: the folder does not exist or contains no head, or the head was trained with a
       different vocabulary or for a target with a different shape.
   """
-  require_types(speculator, locals())
   checkpoint = open_folder(path)
   config = checkpoint.config
   if not isinstance(config, SpeculatorConfig):
@@ -73,7 +72,6 @@ def random_speculator(
     target: target of the pair.
     config: function from the configuration of the target to the configuration of the head.
   """
-  require_types(random_speculator, locals())
   head_config = config(config_of(target.model))
   params = head_of(head_config).init(jax.random.key(0))
   params = jax.tree.map(lambda x: x.astype(head_config.dtype), params)

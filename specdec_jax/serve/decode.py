@@ -9,7 +9,9 @@ import dataclasses
 import hashlib
 import itertools
 from collections.abc import Callable, Iterable, Sequence
-from typing import Literal
+from typing import Any, Literal
+
+import gin
 
 from specdec_jax.commands.translate import count_records
 from specdec_jax.core.loading import DecodeSettings
@@ -19,12 +21,36 @@ from specdec_jax.errors import (
   InputError,
   require_count,
   require_seed,
-  require_text,
-  require_types,
   shown,
 )
 from specdec_jax.measure.calibrate import given_tree, resolve_tree
 from specdec_jax.pairs import LoadedPair
+
+
+class Macro:
+  """Macro of the gin configuration, as a picklable function that returns its value.
+
+  Another process parses the configuration when it first calls the function. The `repr` has all
+  bindings that the value depends on.
+  """
+
+  def __init__(self, name: str):
+    self._reference, self._config = f"{name}/gin.macro", gin.config_str()
+    self._bindings: dict[str, dict] = {}
+    references = [self._reference]
+    for reference in references:
+      if reference not in self._bindings:
+        found = gin.get_bindings(reference, resolve_references=False)
+        self._bindings[reference] = {key: repr(value) for key, value in sorted(found.items())}
+        references += [each.scoped_selector for each in gin.config.iterate_references(found)]
+
+  def __call__(self) -> Any:
+    if not gin.config_is_locked():  # this process has not parsed the gin files
+      gin.parse_config(self._config)
+    return gin.get_configurable(self._reference)()
+
+  def __repr__(self) -> str:
+    return repr(self._bindings)
 
 
 def decode(
@@ -81,9 +107,7 @@ def decode(
     InputError: an argument is invalid, Apache Beam is not installed, the folder has outputs of a
       run with different settings, or a file in it is damaged.
   """
-  require_types(decode, locals())
   require_seed(seed)
-  require_text("prefix", prefix)
   counts = dict(batch_size=batch_size, max_new_tokens=max_new_tokens, num_shards=num_shards)
   for name, count in (counts | ({} if num_texts is None else {"num_texts": num_texts})).items():
     require_count(name, count)
@@ -171,7 +195,6 @@ def _tree_of_run(path: str, records: Iterable[dict], settings: dict) -> Tree:
   """
   try:
     (run,) = records
-    require_types(Tree, {"parents": run["parents"]})
     tree, earlier = Tree(run["parents"]), run["settings"]
     changed = [name for name in settings if earlier[name] != settings[name]]
   except (OSError, ValueError, TypeError, LookupError, RecursionError):

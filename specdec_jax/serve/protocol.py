@@ -9,7 +9,7 @@ from typing import Any, NoReturn
 
 from specdec_jax.core.generation_config import SETTINGS
 from specdec_jax.data.vocabulary import Vocabulary
-from specdec_jax.errors import InputError, require_count, require_seed, require_types, shown
+from specdec_jax.errors import InputError, require_count, require_seed, shown
 from specdec_jax.generate import Output
 
 _MAX_STOPS = 4
@@ -87,7 +87,12 @@ class CompletionRequest:
   settings: Mapping[str, Any]
 
   def __post_init__(self):
-    require_types(CompletionRequest, vars(self))
+    kinds = {"model": str, "task": str | None, "stream": bool, "include_usage": bool}
+    for name, kind in {**kinds, "prompt": str | list, "stop": str | list | tuple}.items():
+      if not isinstance(value := getattr(self, name), kind):
+        raise InputError(f"{name} is {shown(value)}, which has the wrong type.")
+    if not all(isinstance(text, str) for text in (*self.prompts, *self.stops)):
+      raise InputError("prompt and stop must be strings or lists of strings.")
     require_count("n", self.n)
     if self.max_tokens is not None:
       require_count("max_tokens", self.max_tokens)
@@ -153,14 +158,14 @@ def parse_request(body: bytes) -> CompletionRequest:
 
 @contextlib.contextmanager
 def input_errors(names: Collection[str]) -> Iterator[None]:
-  """Context that raises `InputError` as a `RequestError` with status 400.
+  """Context of a request's validation: it raises errors as a `RequestError` with status 400.
 
   Args:
     names: fields of the request. A message that begins with one of them is about that field.
   """
   try:
     yield
-  except InputError as error:
+  except (TypeError, ValueError) as error:  # InputError, or a value with a wrong type
     message = str(error).replace("max_new_tokens", "max_tokens")  # its name in a request
     first = message.partition(" ")[0]
     raise RequestError(400, message, first if first in names else None) from error

@@ -1,13 +1,13 @@
 """HTTP server of a pair, with the completions API of OpenAI."""
 
+import signal
 import socket
 import sys
 import time
 from collections.abc import Sequence
 
-from specdec_jax import interrupt
 from specdec_jax.core.generation_config import SETTINGS, GenerationConfig
-from specdec_jax.errors import InputError, require_count, require_number, require_types
+from specdec_jax.errors import InputError, require_count, require_number
 from specdec_jax.generate import Pair
 from specdec_jax.pairs import LoadedPair
 from specdec_jax.serve.engine import Limits
@@ -43,7 +43,6 @@ def serve(
     InputError: an argument is invalid, the extra `serve` is not installed, or the address cannot be
       used.
   """
-  require_types(serve, locals())
   require_count("port", port, 0)
   require_number("shutdown_seconds", shutdown_seconds, 0, float("inf"))
   try:
@@ -62,12 +61,12 @@ def serve(
     service = Service(served, gamma, tree, limits, model_name, prefix)
     server = Server(service, listener)
     address = f"http://{host}:{listener.getsockname()[1]}/v1"
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # it raises KeyboardInterrupt
     print(f"Serving {service.name!r} at {address}. Ctrl-C stops.", file=sys.stderr, flush=True)
     try:
       while server.is_running:
         time.sleep(0.2)
     except KeyboardInterrupt:
-      interrupt.stop_raising()
       server.close(shutdown_seconds)
     else:
       raise RuntimeError("A thread of the server has ended.")

@@ -35,7 +35,7 @@ from specdec_jax.core.trees import Tree, chain
 from specdec_jax.core.types import AnyArray, Context, DecodeResult, Params, Proposal, Verifier
 from specdec_jax.core.verify.tokens import TokenVerifier
 from specdec_jax.drafts.model import ModelDraft
-from specdec_jax.errors import InputError, require_count, require_types
+from specdec_jax.errors import InputError, require_count
 from specdec_jax.models.t5 import PAD_ID, T5Model
 from specdec_jax.pairs import verifier_from
 from specdec_jax.t5x.checkpointer import DRAFT
@@ -138,7 +138,6 @@ class SpeculativeModel(models.EncoderDecoderModel):
     function, settings = decode_settings(self.decode_fn)
     self._searches = function is decoding.beam_search
     round_settings = {"gamma": gamma, "tree": tree, "verifier": verifier, "lenience": lenience}
-    require_types(SpeculativeModel.__init__, round_settings | {"num_slots": num_slots})
     if num_slots is not None:
       require_count("num_slots", num_slots)
     self._num_slots = num_slots
@@ -317,8 +316,6 @@ class SpeculativeModel(models.EncoderDecoderModel):
 
   def _draft_and_verifier(self, settings: Mapping[str, Any]) -> tuple[ModelDraft, Verifier]:
     """Return the draft and the verifier with the given settings, named as in `_settings`."""
-    names = "gamma", "tree", "verifier", "lenience"
-    require_types(SpeculativeModel.__init__, {name: settings[name] for name in names})
     sampling = Sampling(settings["temperature"], settings["topk"], settings["topp"] or 1.0)
     tree = chain(settings["gamma"]) if settings["tree"] is None else Tree(settings["tree"])
     verifier = verifier_from(settings["verifier"], sampling, settings["lenience"])

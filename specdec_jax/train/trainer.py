@@ -24,7 +24,6 @@ from specdec_jax.errors import (
   require_count,
   require_number,
   require_seed,
-  require_types,
 )
 from specdec_jax.models.partitioning import make_mesh, param_shardings
 from specdec_jax.train.batches import NO_TOKEN, Batch, ParallelText, epoch_batches, padded_batches
@@ -61,7 +60,6 @@ class TrainSettings:
   model_parallel: int = 1
 
   def __post_init__(self):
-    require_types(TrainSettings, vars(self))
     require_seed(self.seed)
     for name in ("epochs", "tokens_per_batch", "save_every", "model_parallel"):
       require_count(name, getattr(self, name))
