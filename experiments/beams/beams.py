@@ -15,7 +15,6 @@ import numpy as np
 from jax import Array
 from jaxtyping import Int
 
-from experiments.record_tables import beams_table
 from specdec_jax.beams import BeamResult, BeamSearcher
 from specdec_jax.core.counts import require_finite
 from specdec_jax.core.loading import DecodeSettings
@@ -24,9 +23,19 @@ from specdec_jax.data.quality import quality
 from specdec_jax.errors import InputError, require_count, require_types
 from specdec_jax.measure.measure import settings_to_measure
 from specdec_jax.measure.records import Record
+from specdec_jax.measure.reporting.columns import records_table
+from specdec_jax.measure.reporting.tables import (
+  Table,
+  measured_with,
+  models_text,
+)
 from specdec_jax.measure.sweep import Report, Step, sweep
 from specdec_jax.measure.timing import interleaved_medians
 from specdec_jax.pairs import LoadedPair
+
+BEAMS = ("beams", "draft_beams", "gamma", "beam_nodes", "steps", "beam_round", "predicted_beams")
+
+BEAMS += ("speedup_beams", "identical_beams", "bleu")
 
 TIE = 1e-5  # scores that differ by less are equal, because their sums may be rounded differently
 
@@ -255,3 +264,14 @@ def _first_rows(result: BeamResult, count: int) -> BeamResult:
 
 
 _init = jax.jit(BeamSearcher.init, static_argnames=("self", "max_new_tokens"))
+
+
+def beams_table(records: Sequence[Record]) -> Table:
+  """Return a table that compares speculative with plain beam search, with one row per record.
+
+  All records have the same pair and texts.
+  """
+  first = records[0]
+  title = f"{models_text(first)}: beam search, {first.num_examples} texts, "
+  title += f"batch {first.batch_size}, {first.device}"
+  return records_table(title, records, BEAMS, [measured_with(records)])

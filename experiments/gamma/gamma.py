@@ -19,7 +19,6 @@ import numpy as np
 from experiments.gamma.adaptive import AdaptiveDecoder, ScheduledDecoder
 from experiments.gamma.oracles import acceptances, oracles
 from experiments.gamma.stopping import auc, certainties, in_a_row, stopped_speedup
-from experiments.record_tables import gamma_table
 from specdec_jax.core.counts import identical, num_rounds, num_tokens, require_finite
 from specdec_jax.core.loading import DecodeSettings
 from specdec_jax.core.sampling import Sampling, row_keys
@@ -30,9 +29,17 @@ from specdec_jax.measure.calibrate import GAMMAS, calibrate
 from specdec_jax.measure.choice import Calibration
 from specdec_jax.measure.measure import settings_to_measure
 from specdec_jax.measure.records import Record, read
+from specdec_jax.measure.reporting.columns import records_table
+from specdec_jax.measure.reporting.tables import (
+  Table,
+)
 from specdec_jax.measure.sweep import Report, Step, sweep
 from specdec_jax.measure.timing import interleaved_medians
 from specdec_jax.pairs import LoadedPair, stopping_draft
+
+GAMMA = ("temperature", "batch", "policy", "gamma", "alpha_only", "length", "predicted_policy")
+
+GAMMA += ("speedup", "auc")
 
 PRIOR_GUESSES = 25.0  # weight of the calibration's alpha, in draft tokens, in the adaptive policy
 
@@ -263,3 +270,8 @@ def _measure(
       speedup=tokens_per_s / baseline_tokens_per_s,
       identical=identical(autoregressive, decoded) if sampling.temperature == 0 else None,
     )
+
+
+def gamma_table(records: Sequence[Record]) -> Table:
+  """Return a table of policies that choose gamma, with one row per record."""
+  return records_table("Policies that choose gamma", records, GAMMA)

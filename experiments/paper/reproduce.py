@@ -15,9 +15,9 @@ from typing import Any, NamedTuple, cast
 
 import jax
 
+from experiments.figures import figures
 from experiments.paper.paper import load_table
 from experiments.paper.paper_tables import paper_table
-from experiments.paper.tabulate import CONFIGS
 from experiments.table3.acceptance import acceptance
 from specdec_jax.checkpoints.load import open_checkpoint
 from specdec_jax.core.loading import DecodeSettings, DraftFactory, LoadedTarget
@@ -223,7 +223,7 @@ class Group(NamedTuple):
 def groups(number: int, models: Models) -> list[Group]:
   """Return the rows of a table that can be measured with the given models, by task and draft."""
   found: dict[tuple[str, str], list[Row]] = {}
-  for row in load_table(number, CONFIGS):
+  for row in load_table(number):
     target, task = _target_and_task(row)
     draft = _canonical(str(row["m_q"]))
     is_ngram = draft.casefold() in _NGRAMS
@@ -296,7 +296,7 @@ def reproduce(
       _measure_alphas(found, models, tasks, folder, min_tokens)
     if name in TABLES:
       records = [r for path in sorted(folder.glob("*/results.jsonl")) for r in read(path)]
-      show([paper_table(number, records, load_table(number, CONFIGS))], str(folder))
+      show([paper_table(number, records, load_table(number))], str(folder))
     else:
       _save_figure(name, output, read(_results(folder, found[0])), models, tasks)
 
@@ -337,23 +337,19 @@ def _save_figure(
 
   Figure 5 is drawn from the records at temperature 0.
   """
-  # Matplotlib is in the extra `bench`, which tables do not need.
-  from experiments.figures import drawing, figures
-  from experiments.figures.trace import trace
-
   if name == "figure1":
     pair, text = models.example([*tasks.values()][0])
-    figure = trace(pair, text, temperature=float(pair.continues))
+    figure = figures.trace(pair, text, temperature=float(pair.continues))
   elif name == "figure2":
     figure = figures.tokens_figure()
   elif name == "figure3":
     figure = figures.gamma_figure()
   elif name == "figure4":
-    figure = figures.operations_figure(load_table(1, CONFIGS))
+    figure = figures.operations_figure(load_table(1))
   else:
     figure = figures.timeline_figure([r for r in records if r.temperature == 0])
   output.mkdir(parents=True, exist_ok=True)
-  drawing.save(figure, output / f"{name}.svg")
+  figures.save(figure, output / f"{name}.svg")
   print(output / f"{name}.svg")
 
 

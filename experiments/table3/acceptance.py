@@ -10,7 +10,6 @@ import jax
 import numpy as np
 from jax import Array
 
-from experiments.record_tables import acceptance_table
 from specdec_jax.core.counts import (
   acceptance_by_position,
   acceptance_rate,
@@ -28,9 +27,15 @@ from specdec_jax.measure.alpha import Acceptance, mean_with_interval, measure_al
 from specdec_jax.measure.autoregressive import generate
 from specdec_jax.measure.measure import settings_to_measure
 from specdec_jax.measure.records import Record
-from specdec_jax.measure.reporting.tables import sampling_text
+from specdec_jax.measure.reporting.columns import records_table
+from specdec_jax.measure.reporting.tables import (
+  Table,
+  sampling_text,
+)
 from specdec_jax.measure.sweep import Report, Step, sweep
 from specdec_jax.pairs import DraftFactory, LoadedPair
+
+ACCEPTANCE = ("draft", "sampling", "tokens", "alpha_of_text", "lag1", "rounds", "by_position")
 
 
 def acceptance(
@@ -153,3 +158,13 @@ def _measure(
     identical=identical([*autoregressive], outputs) if is_comparable else None,
     seconds=time.perf_counter() - since,
   )
+
+
+def acceptance_table(records: Sequence[Record]) -> Table:
+  """Return a table of alpha and acceptance rates, with one row per record."""
+  first = records[0]
+  target = f"{first.task}, target {first.target}" if first.task else first.target_label
+  names = [*ACCEPTANCE]
+  if any(r.rejection_sampling_rate is not None for r in records):
+    names.insert(names.index("lag1"), "rejection")
+  return records_table(f"{target}, {first.dtype}", records, names)

@@ -1,6 +1,6 @@
 """Compare `Pair.generate` with `generate` of transformers on the bundled target:
 
-python scripts/compare_generate.py captions.en >> experiments/generate/results.jsonl
+python -m experiments.generate.compare captions.en >> experiments/generate/results.jsonl
 
 Settings and combinations of them are compared at temperature 0: with a chain, with a tree, and in a
 beam search. For each comparison, one line of JSON counts the sources whose outputs are equal token
@@ -17,16 +17,24 @@ import os
 import random
 import sys
 import tempfile
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
 import specdec_jax
 from experiments.peers.huggingface import load_model
+from experiments.tables import measured_on
 from specdec_jax.checkpoints.huggingface import save_huggingface
 from specdec_jax.checkpoints.load import open_checkpoint
 from specdec_jax.measure.machine import provenance
+from specdec_jax.measure.reporting.tables import Table
 from specdec_jax.pairs import EMBEDDED
+
+PARITY_LEGEND = {
+  "ties": "other texts whose scores differ by less than 1e-4",
+  "difference": "largest difference between log-probabilities of tokens, or scores of beams",
+}
 
 MAX_NEW_TOKENS, MAX_SOURCE_TOKENS, NUM_TEXTS, NUM_COMBINATIONS = 40, 24, 200, 20
 TIE = 1e-4
@@ -171,6 +179,34 @@ def main() -> None:
         record = dict(setting=name, beams=num_beams, run=label, texts=len(texts))
         record |= dict(equal=equal, ties=ties, largest_difference=largest)
         print(json.dumps({**record, **provenance()}), flush=True)
+
+
+def parity_table(rows: Sequence[Mapping[str, Any]]) -> Table:
+  """Return a table of the comparisons made by this program."""
+
+  def draft_tokens(run: Mapping[str, Any]) -> str:
+    return f"gamma {run['gamma']}" if "gamma" in run else f"tree of {len(run['tree']) + 1} nodes"
+
+  cells = tuple(
+    (
+      row["setting"],
+      f"{row['beams']}",
+      draft_tokens(json.loads(row["run"])),
+      f"{row['equal']}",
+      f"{row['ties']}",
+      f"{row['texts'] - row['equal'] - row['ties']}",
+      f"{row['largest_difference']:.1g}",
+    )
+    for row in rows
+  )
+  first = rows[0]
+  return Table(
+    "Outputs compared with transformers' generate",
+    ("setting", "beams", "draft tokens", "equal", "ties", "other", "difference"),
+    cells,
+    (f"{first['texts']} texts per row, batch 8. {measured_on(rows)}",),
+    PARITY_LEGEND,
+  )
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """Time matmuls with few rows on this CPU, with this project's kernel and with XLA:
 
-python scripts/measure_matmuls.py > experiments/kernels/results.jsonl
+python -m experiments.kernels.matmuls > experiments/kernels/results.jsonl
 
 Many matrices of shape [512, 3072] are used in turn, so that each matrix is read from memory. One
 matrix of shape [512, 512] is used repeatedly and stays in the cache, so only arithmetic takes time.
@@ -11,7 +11,8 @@ throughput of numpy's matmul of two [2048, 2048] matrices, with numpy's default 
 import functools
 import json
 import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -19,8 +20,16 @@ import numpy as np
 from jax import Array
 
 from specdec_jax.measure.machine import provenance
+from specdec_jax.measure.reporting.tables import Table, number_text
 from specdec_jax.measure.timing import interleaved_medians, timed
 from specdec_jax.models.kernels import skinny
+
+MATMULS_LEGEND = {
+  "of one row": "time / time of one row",
+  "of peak": "operations per second / those of numpy's matmul of two [2048, 2048] matrices",
+  "hot": "the same share for a [512, 512] matrix in the cache",
+  "XLA, us": "time of XLA's matmul with float32 weights",
+}
 
 ROWS = 1, 2, 4, 6, 8, 12, 24, 64
 DEPTH, WIDTH, HOT_WIDTH = 512, 3072, 512
@@ -100,6 +109,36 @@ def main() -> None:
         **provenance(),
       )
       print(json.dumps(record), flush=True)
+
+
+def matmuls_table(rows: Sequence[Mapping[str, Any]]) -> Table:
+  """Return a table of times of matmuls with few rows."""
+  first = rows[0]
+  one_row_us = {row["weights"]: row["us"] for row in rows if row["rows"] == 1}
+  cells = tuple(
+    (
+      row["weights"],
+      f"{row['rows']}",
+      f"{row['us']:.0f}",
+      f"{row['us'] / one_row_us[row['weights']]:.2f}",
+      f"{row['gb_per_s']:.0f}",
+      f"{row['share_of_peak']:.0%}",
+      f"{row['hot_share_of_peak']:.0%}",
+      number_text(row["xla_us"], ".0f"),
+    )
+    for row in rows
+  )
+  return Table(
+    "Matmuls with a [512, 3072] matrix in memory",
+    ("weights", "rows", "us", "of one row", "GB/s", "of peak", "hot", "XLA, us"),
+    cells,
+    (
+      f"Medians, {first['processor']}, {first['threads']} threads, commit {first['commit']} of "
+      f"{str(first['date'])[:10]}. The peak is {first['peak_gflops']:.0f} billion operations per "
+      "second.",
+    ),
+    MATMULS_LEGEND,
+  )
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """Time stochastic speculative execution (Section 6) on a task without text:
 
-python scripts/measure_execution.py > experiments/execution/results.jsonl
+python -m experiments.execution.execution > experiments/execution/results.jsonl
 
 In a game, the opponent (function f) takes F ms to compute a distribution p over six moves, from
 which the move is sampled. The player (function g) takes G ms to compute a reply. The computation of
@@ -12,11 +12,22 @@ machine hardly affects the times.
 import json
 import statistics
 import time
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
 
 from specdec_jax.measure.machine import provenance
+from specdec_jax.measure.reporting.tables import Table
 from specdec_jax.theory import beta, expected_seconds, speculative_execution
+
+EXECUTION_LEGEND = {
+  "beta": "probability that the guess is accepted",
+  "accepted": "share of guesses that were accepted",
+  "F, G": "times of the two functions",
+  "sequential": "F + G",
+  "expected": "beta max(F, G) + (1 - beta) (F + G)",
+}
 
 MOVES = np.array([0.55, 0.25, 0.1, 0.05, 0.03, 0.02])  # p
 P_SHARES = 0.0, 0.5, 1.0  # weight of p in q
@@ -56,6 +67,33 @@ def main() -> None:
         **provenance(),
       )
       print(json.dumps(record), flush=True)
+
+
+def execution_table(rows: Sequence[Mapping[str, Any]]) -> Table:
+  """Return a table of the measurements made by this program."""
+  cells = tuple(
+    (
+      f"{row['beta']:.2f}",
+      f"{row['kept']:.2f}",
+      f"{row['f_ms']:g}",
+      f"{row['g_ms']:g}",
+      f"{row['in_turn_ms']:g}",
+      f"{row['expected_ms']:.1f}",
+      f"{row['measured_ms']:.1f}",
+    )
+    for row in rows
+  )
+  first = rows[0]
+  return Table(
+    "Stochastic speculative execution, milliseconds",
+    ("beta", "accepted", "F", "G", "sequential", "expected", "measured"),
+    cells,
+    (
+      f"Means of {first['trials']} runs per row, {first['processor']}, commit {first['commit']} of "
+      f"{str(first['date'])[:10]}.",
+    ),
+    EXECUTION_LEGEND,
+  )
 
 
 if __name__ == "__main__":

@@ -1,11 +1,12 @@
 """Time logits processors and sampling methods in the rounds of the bundled pair:
 
-python scripts/measure_processors.py captions.en > experiments/processors/results.jsonl
+python -m experiments.processors.processors captions.en > experiments/processors/results.jsonl
 
 or temperature, top-k and top-p in the rounds of a random model with a large vocabulary, whose
 layers have the form of T5Gemma's:
 
-python scripts/measure_processors.py --vocab_size 256000 > experiments/processors/vocabulary.jsonl
+python -m experiments.processors.processors --vocab_size 256000 \\
+  > experiments/processors/vocabulary.jsonl
 
 A round with a setting is compared with a round without it, in one process and interleaved. No token
 is EOS, so that texts do not end and all settings run the same number of rounds. Prefill is not
@@ -16,7 +17,7 @@ import argparse
 import json
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -24,6 +25,7 @@ import numpy as np
 from jax import lax
 
 import specdec_jax
+from experiments.tables import measured_on
 from specdec_jax.core.decode import Decoder
 from specdec_jax.core.generation_config import GenerationConfig
 from specdec_jax.core.processors import TrieConstraint
@@ -33,9 +35,15 @@ from specdec_jax.core.types import Params
 from specdec_jax.core.verify.tokens import TokenVerifier
 from specdec_jax.drafts.model import ModelDraft
 from specdec_jax.measure.machine import provenance
+from specdec_jax.measure.reporting.tables import Table
 from specdec_jax.models.config import T5Config
 from specdec_jax.models.families import init_params
 from specdec_jax.models.t5 import T5Model
+
+PROCESSORS_LEGEND = {
+  "batch N": "time of a round with the setting / without it",
+  "added, ms": "time that the setting adds to a round",
+}
 
 GAMMA = 5
 ENDLESS = -1  # an EOS id that no token has
@@ -204,6 +212,34 @@ def main() -> None:
         **provenance(),
       )
       print(json.dumps(record), flush=True)
+
+
+def processors_table(rows: Sequence[Mapping[str, Any]]) -> Table:
+  """Return a table of times of logits processors."""
+  sizes = sorted({row["batch_size"] for row in rows})
+  by_setting: dict[tuple[str, str], dict[int, Mapping[str, Any]]] = {}
+  for row in rows:
+    by_setting.setdefault((row["setting"], row["compared_with"]), {})[row["batch_size"]] = row
+  cells = tuple(
+    (
+      *setting,
+      *(f"{by_size[size]['ratio']:.3f}" for size in sizes),
+      *(f"{by_size[size]['added_ms']:.2f}" for size in sizes),
+    )
+    for setting, by_size in by_setting.items()
+  )
+  columns = [f"batch {size}" for size in sizes] + [f"added, ms (batch {size})" for size in sizes]
+  first = rows[0]
+  return Table(
+    "Time of logits processors and filters in a round",
+    ("setting", "compared with", *columns),
+    cells,
+    (
+      f"Gamma {first['gamma']}, medians of {first['repeats']} interleaved repeats. "
+      f"{measured_on(rows)}",
+    ),
+    PROCESSORS_LEGEND,
+  )
 
 
 if __name__ == "__main__":

@@ -1,18 +1,17 @@
 """Compile decoding programs for a TPU on a machine without a TPU, and print the compiler's reports.
 
-  python scripts/compile_tpu.py --output report.json
-  python scripts/compile_tpu.py --topology v5e:2x2
+  python -m experiments.tpu_v4.report --output report.json
+  python -m experiments.tpu_v4.report --topology v5e:2x2
 
 The notes below the printed table and experiments/tpu_v4/README.md explain the programs and the
 columns.
 """
 
+import argparse
 import dataclasses
 import importlib.metadata
 import json
 from typing import Any, get_args
-
-import jax
 
 from experiments.tpu_v4 import compile as tpu_compile
 from experiments.tpu_v4 import examine
@@ -27,13 +26,12 @@ from specdec_jax.models.config import Weights, named_dtype
 from specdec_jax.models.partitioning import REPLICATED, RULES
 from specdec_jax.models.sizes import named_config
 from specdec_jax.theory import best_tree
-from specdec_jax.user_errors import ArgumentParser
 
 _NOT_SETTINGS = "format", "output", "no_loops"
 
 
 def main() -> None:
-  parser = ArgumentParser(__doc__.splitlines()[0])
+  parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
   parser.add_argument("--target", default="xxl", help="size of the target (xxl)")
   parser.add_argument(
     "--draft",
@@ -109,82 +107,73 @@ def main() -> None:
   parser.add_argument("--format", default="terminal", help="terminal (default), markdown or csv")
   parser.add_argument("--output", help="file for the report as JSON")
   args = parser.parse_args()
-  try:
-    options: dict[str, Any] = dict(dtype=named_dtype(args.dtype), weights=args.weights)
-    if args.fused:
-      options |= dict(fused=True, tied_logits=False)
-    target = named_config(args.version, args.target, **options)
-    draft: AnyConfig
-    if args.draft in HEADS:
-      draft = speculator_config(
-        target,
-        args.draft,
-        gamma=args.gamma,
-        emb_dim=args.width,
-        mlp_dim=4 * args.width,
-        num_layers=args.layers,
-      )
-    else:
-      draft = named_config(args.version, args.draft, **options)
-    draft = dataclasses.replace(draft, weights=args.weights, num_output_tokens=args.output_tokens)
-    chip, devices = tpu_compile.described(args.topology)
-    gamma: int | AnyTree = args.gamma
-    if args.dynamic:
-      gamma = DynamicTree(args.nodes - 1, args.gamma)
-    elif args.nodes and not args.beams:
-      gamma = best_tree([float(x) for x in args.ranks.split(",")], args.nodes, args.gamma)
-    if args.beams:
-      if args.cut_draft or isinstance(draft, SpeculatorConfig):
-        raise InputError("The draft of a beam search must be a model, replicated on each chip.")
-      beam_settings = BeamSettings(
-        num_beams=args.beams,
-        draft_beams=args.draft_beams or args.beams,
-        nodes=args.nodes or None,
-        gamma=args.gamma,
-        batch_size=args.batch_size,
-        source_tokens=args.source_tokens,
-        max_new_tokens=args.max_new_tokens,
-      )
-      programs = beam_programs(target, draft, devices, beam_settings)
-    else:
-      compile_settings = tpu_compile.CompileSettings(
-        gamma=gamma,
-        batch_size=args.batch_size,
-        source_tokens=args.source_tokens,
-        max_new_tokens=args.max_new_tokens,
-        sampling=Sampling(args.temperature, args.top_k),
-        draft_rules=RULES if args.cut_draft else REPLICATED,
-      )
-      programs = tpu_compile.programs(target, draft, devices, compile_settings)
-    if args.no_loops:
-      programs = {name: lower for name, lower in programs.items() if name not in examine.LOOPS}
-    report = examine.report(programs, gamma)
-    settings = {name: value for name, value in vars(args).items() if name not in _NOT_SETTINGS}
-    versions = {name: importlib.metadata.version(name) for name in ("jax", "libtpu", "specdec_jax")}
-    nodes = f", {args.nodes} nodes{' (dynamic)' * args.dynamic}" if args.nodes else ""
-    if args.beams:
-      nodes = f", {args.beams} beams, {args.draft_beams or args.beams} of the draft{nodes}"
-    int8 = ", int8 weights" if args.weights == "int8" else ""
-    family = args.version if args.version.isidentifier() else f"T5 {args.version}"
-    title = (
-      f"{family} {args.target} with {args.draft}{' (fused)' * args.fused}, "
-      f"gamma {args.gamma}{nodes}, {args.dtype}{int8}, batch {args.batch_size}, "
-      f"TPU {args.topology}{', both sharded' * args.cut_draft}, jax {versions['jax']}, "
-      f"libtpu {versions['libtpu']}"
+  options: dict[str, Any] = dict(dtype=named_dtype(args.dtype), weights=args.weights)
+  if args.fused:
+    options |= dict(fused=True, tied_logits=False)
+  target = named_config(args.version, args.target, **options)
+  draft: AnyConfig
+  if args.draft in HEADS:
+    draft = speculator_config(
+      target,
+      args.draft,
+      gamma=args.gamma,
+      emb_dim=args.width,
+      mlp_dim=4 * args.width,
+      num_layers=args.layers,
     )
-    print(render(examine.report_table(report, title, chip), args.format), end="")
-    if args.output:
-      text = json.dumps({"settings": settings, "versions": versions, **report}, indent=2)
-      with atomic_write(args.output) as file:
-        file.write(text + "\n")
-  except InputError as error:
-    parser.exit(2, f"error: {error}\n")
-  except OSError as error:
-    parser.exit(2, f"error: cannot use '{error.filename}': {error.strerror}.\n")
-  except jax.errors.JaxRuntimeError as error:
-    if "RESOURCE_EXHAUSTED" not in str(error):
-      raise
-    parser.exit(1, f"error: out of memory: {error}\n")
+  else:
+    draft = named_config(args.version, args.draft, **options)
+  draft = dataclasses.replace(draft, weights=args.weights, num_output_tokens=args.output_tokens)
+  chip, devices = tpu_compile.described(args.topology)
+  gamma: int | AnyTree = args.gamma
+  if args.dynamic:
+    gamma = DynamicTree(args.nodes - 1, args.gamma)
+  elif args.nodes and not args.beams:
+    gamma = best_tree([float(x) for x in args.ranks.split(",")], args.nodes, args.gamma)
+  if args.beams:
+    if args.cut_draft or isinstance(draft, SpeculatorConfig):
+      raise InputError("The draft of a beam search must be a model, replicated on each chip.")
+    beam_settings = BeamSettings(
+      num_beams=args.beams,
+      draft_beams=args.draft_beams or args.beams,
+      nodes=args.nodes or None,
+      gamma=args.gamma,
+      batch_size=args.batch_size,
+      source_tokens=args.source_tokens,
+      max_new_tokens=args.max_new_tokens,
+    )
+    programs = beam_programs(target, draft, devices, beam_settings)
+  else:
+    compile_settings = tpu_compile.CompileSettings(
+      gamma=gamma,
+      batch_size=args.batch_size,
+      source_tokens=args.source_tokens,
+      max_new_tokens=args.max_new_tokens,
+      sampling=Sampling(args.temperature, args.top_k),
+      draft_rules=RULES if args.cut_draft else REPLICATED,
+    )
+    programs = tpu_compile.programs(target, draft, devices, compile_settings)
+  if args.no_loops:
+    programs = {name: lower for name, lower in programs.items() if name not in examine.LOOPS}
+  report = examine.report(programs, gamma)
+  settings = {name: value for name, value in vars(args).items() if name not in _NOT_SETTINGS}
+  versions = {name: importlib.metadata.version(name) for name in ("jax", "libtpu", "specdec_jax")}
+  nodes = f", {args.nodes} nodes{' (dynamic)' * args.dynamic}" if args.nodes else ""
+  if args.beams:
+    nodes = f", {args.beams} beams, {args.draft_beams or args.beams} of the draft{nodes}"
+  int8 = ", int8 weights" if args.weights == "int8" else ""
+  family = args.version if args.version.isidentifier() else f"T5 {args.version}"
+  title = (
+    f"{family} {args.target} with {args.draft}{' (fused)' * args.fused}, "
+    f"gamma {args.gamma}{nodes}, {args.dtype}{int8}, batch {args.batch_size}, "
+    f"TPU {args.topology}{', both sharded' * args.cut_draft}, jax {versions['jax']}, "
+    f"libtpu {versions['libtpu']}"
+  )
+  print(render(examine.report_table(report, title, chip), args.format), end="")
+  if args.output:
+    text = json.dumps({"settings": settings, "versions": versions, **report}, indent=2)
+    with atomic_write(args.output) as file:
+      file.write(text + "\n")
 
 
 if __name__ == "__main__":

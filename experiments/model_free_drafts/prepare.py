@@ -1,6 +1,6 @@
 """Write texts of CNN/DM, one per line, in the format of T5's inputs and outputs.
 
-  python scripts/prepare_cnn_dm.py [--data data] [--output runs/cnn_dm]
+  python -m experiments.model_free_drafts.prepare [--data data] [--output runs/cnn_dm]
 
 The data set realsumm gives `articles.txt`, `articles_tokenised.txt`, and `t5_11b.txt`, the
 summaries of these articles by T5-11B. The data set cnn_dm gives `validation.txt`, articles of its
@@ -9,14 +9,13 @@ folder `--data` has no files of cnn_dm, the first 200 training articles and the 
 articles are read through TFDS.
 """
 
+import argparse
 import json
 import pathlib
 import re
 
 from specdec_jax.atomic_files import atomic_write
 from specdec_jax.data.text import read_lines
-from specdec_jax.errors import InputError
-from specdec_jax.user_errors import ArgumentParser
 
 
 def unmarked(text: str) -> str:
@@ -55,32 +54,25 @@ def articles(data: pathlib.Path, split: str, count: int) -> list[dict[str, str]]
 
 
 def main() -> None:
-  parser = ArgumentParser(__doc__.splitlines()[0])
+  parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
   parser.add_argument("--data", type=pathlib.Path, default=pathlib.Path("data"))
   parser.add_argument("--output", type=pathlib.Path, default=pathlib.Path("runs/cnn_dm"))
   args = parser.parse_args()
-  try:
-    tokenised = [
-      unmarked(line) for line in read_lines(f"{args.data}/realsumm/ptr_generator.src.txt")
-    ]
-    train, validation = articles(args.data, "train", 200), articles(args.data, "validation", 500)
-    texts = {
-      "articles": map(untokenised, tokenised),
-      "articles_tokenised": tokenised,
-      "t5_11b": map(unmarked, read_lines(f"{args.data}/realsumm/t5.out_11B.txt")),
-      "validation": (row["article"].replace("\n", " ") for row in validation),
-      "highlights": (summary(row["highlights"]) for row in train + validation),
-    }
-    args.output.mkdir(parents=True, exist_ok=True)
-    for name, lines in texts.items():
-      path = args.output / f"{name}.txt"
-      with atomic_write(path) as file:
-        file.writelines(f"{line}\n" for line in lines)
-      print(path)
-  except InputError as error:
-    parser.exit(2, f"error: {error}\n")
-  except OSError as error:
-    parser.exit(2, f"error: cannot use '{error.filename}': {error.strerror}.\n")
+  tokenised = [unmarked(line) for line in read_lines(f"{args.data}/realsumm/ptr_generator.src.txt")]
+  train, validation = articles(args.data, "train", 200), articles(args.data, "validation", 500)
+  texts = {
+    "articles": map(untokenised, tokenised),
+    "articles_tokenised": tokenised,
+    "t5_11b": map(unmarked, read_lines(f"{args.data}/realsumm/t5.out_11B.txt")),
+    "validation": (row["article"].replace("\n", " ") for row in validation),
+    "highlights": (summary(row["highlights"]) for row in train + validation),
+  }
+  args.output.mkdir(parents=True, exist_ok=True)
+  for name, lines in texts.items():
+    path = args.output / f"{name}.txt"
+    with atomic_write(path) as file:
+      file.writelines(f"{line}\n" for line in lines)
+    print(path)
 
 
 if __name__ == "__main__":
