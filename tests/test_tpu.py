@@ -13,8 +13,8 @@ import sys
 
 import pytest
 
-GAMMA = 7  # default of scripts/compile_tpu.py and of `CompileSettings`
-# Acceptance rates of a node's children, the defaults of scripts/compile_tpu.py.
+GAMMA = 7  # default of `experiments.tpu_v4.report` and of `CompileSettings`
+# Acceptance rates of a node's children, the defaults of `experiments.tpu_v4.report`.
 RANKS = (0.75, 0.11, 0.04, 0.02, 0.01)
 CHIP = 32e9  # bytes of HBM of a v4 chip
 # Draft heads, and the highest allowed share of a decode step's bytes for drafting a round.
