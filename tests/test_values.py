@@ -16,11 +16,8 @@ import tiny
 import tiny_pair
 from tiny import autoregressive_decode, speculative_decode
 
-from experiments.beams.beams import beams
 from experiments.gamma.adaptive import AdaptiveDecoder
-from experiments.gamma.gamma import gamma
 from experiments.model_free_drafts.given_outputs import RecitingModel
-from experiments.table3.acceptance import acceptance
 from specdec_jax.commands.check import check_exactness
 from specdec_jax.commands.quickstart import quickstart
 from specdec_jax.commands.speedup import speedup
@@ -163,17 +160,11 @@ def test_device_memory_is_that_of_the_devices_that_run():
     (decode, dict(num_shards=0), f"num_shards is 0; {COUNT}"),
     (decode, dict(pipeline_options="-x"), "pipeline_options is '-x'; it must be a list (each a st"),
     (decode, dict(batch_size=10**12), f"batch_size is 1000000000000; {COUNT}"),
-    (acceptance, dict(leniences=("x",)), "leniences is ('x',); it must be a list (each a number)."),
-    (acceptance, dict(gamma=True), "gamma is True; it must be a whole number."),
-    (acceptance, dict(seed=1.5), "seed is 1.5; it must be a whole number."),
     (check_exactness, dict(level="x"), "level is 'x'; it must be a number."),
     (check_exactness, dict(num_texts=True), "num_texts is True; it must be a whole number."),
     (check_exactness, dict(gammas=(0,)), f"gamma is 0; {COUNT}"),
     (check_exactness, dict(batch_sizes=(10**12,)), f"batch_size is 1000000000000; {COUNT}"),
     (check_exactness, dict(max_new_tokens=0), f"max_new_tokens is 0; {COUNT}"),
-    (gamma, dict(repeats=0), f"repeats is 0; {COUNT}"),
-    (gamma, dict(batch_sizes=("x",)), "batch_sizes is ('x',); it must be a list (each a whole "),
-    (gamma, dict(seed="x"), "seed is 'x'; it must be a whole number."),
     (quickstart, dict(gammas=(0,)), f"gamma is 0; {COUNT}"),
     (quickstart, dict(show_rounds="x"), "show_rounds is 'x'; it must be a whole number."),
   ],
@@ -183,7 +174,7 @@ def test_experiments_reject_invalid_settings(machine, tmp_path, experiment, sett
   texts = "sentences" if experiment is quickstart else "texts"
   pair = {"load_pair": tiny_pair.pair} if experiment is decode else {"pair": tiny_pair.pair()}
   valid = {**pair, texts: ["A man runs."]}
-  if experiment is check_exactness or experiment is acceptance:
+  if experiment is check_exactness:
     valid["samplings"] = [Sampling(0.0)]
   if experiment is not check_exactness:
     valid["output_dir"] = str(tmp_path / "out")
@@ -356,11 +347,6 @@ def test_commands_reject_the_draft_beams_that_the_api_rejects(tmp_path):
   search = functools.partial(search, gamma=2, output=str(tmp_path / "out.txt"))
   assert error_of(search, draft_beams=0) == f"draft_beams is 0; {COUNT}"
   assert error_of(search, draft_beams=1000).startswith("The draft has 1000 beams, more than")
-  benchmark = functools.partial(beams, tiny_pair.pair(), ["A man."], str(tmp_path), beam_sizes=[2])
-  assert error_of(benchmark, draft_beam_factors=[0]) == f"draft_beams is 0; {COUNT}"
-  assert error_of(benchmark, draft_beam_factors=[500]).startswith(
-    "The draft has 1000 beams, more than"
-  )
 
 
 @pytest.mark.parametrize(

@@ -7,9 +7,8 @@ import numpy as np
 import tiny_pair
 
 from experiments.drafts import drafts as bench_drafts
-from experiments.figures.drafts_figure import drafts_figure
-from experiments.paper.tabulate import named_table
-from experiments.record_tables import drafts_table
+from experiments.figures.figures import drafts_figure
+from experiments.tables import named_table
 from specdec_jax.core.verify.blocks import BlockVerifier
 from specdec_jax.core.verify.gumbel import GumbelVerifier
 from specdec_jax.drafts.layer_skip import layer_skip
@@ -44,7 +43,7 @@ def test_drafts_are_measured_and_shown(tmp_path, capsys, monkeypatch):
   assert names == [*of("near"), *blocks, *of("copy-3"), *of("layers 0"), *with_verifier]
   rows, said = named_table("drafts", [results]).rows, capsys.readouterr().out
   assert [row[:2] for row in rows[:2]] == [("near", "Token"), ("near", "Block")]
-  shown = dict(zip(drafts_table(measured).columns, rows[0]))
+  shown = dict(zip(bench_drafts.drafts_table(measured).columns, rows[0]))
   assert (shown["speedup, T = 0"], shown["speedup, T = 1"], shown["identical"]) == (
     "1.00",
     "1.50",

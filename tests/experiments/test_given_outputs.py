@@ -3,8 +3,6 @@
 import functools
 import gzip
 import json
-import pathlib
-import subprocess
 import sys
 
 import jax
@@ -15,6 +13,7 @@ import tiny
 import tiny_pair
 from tiny import autoregressive_decode
 
+from experiments.model_free_drafts import prepare
 from experiments.model_free_drafts.given_outputs import ARGMAX, RecitingModel, given_outputs
 from experiments.paper.paper import load_table
 from specdec_jax.core.trees import chain
@@ -24,10 +23,8 @@ from specdec_jax.data.vocabularies import open_vocabulary
 from specdec_jax.data.vocabulary import PAD_ID, padded
 from specdec_jax.drafts.ngram import bigram, unigram
 from specdec_jax.drafts.prompt_lookup import prompt_lookup
-from specdec_jax.errors import InputError
 from specdec_jax.measure import records
 
-ROOT = pathlib.Path(__file__).resolve().parents[1]
 LINES = tiny_pair.SENTENCES
 # Each output is the beginning of one sentence of its source and the end of another.
 SOURCES = [f"{a} {b}" for a, b in zip(LINES[:60:5], LINES[3::9])]
@@ -80,16 +77,6 @@ def test_target_emits_the_given_texts(words):
   np.testing.assert_array_equal(decoded.tokens, padded(texts, 40))
 
 
-def test_alpha_of_a_unigram_is_the_share_of_the_most_frequent_token(words, path, tmp_path):
-  (one, two) = run(words, tmp_path, [functools.partial(unigram, path=path)])
-  counts = np.bincount([token for line in read_lines(path) for token in words.encode(line)])
-  written = [token for line in OUTPUTS for token in words.encode(line)]
-  share = written.count(int(counts.argmax())) / len(written)
-  assert 0 < share < 1 and one.alpha == two.alpha == pytest.approx(share)
-  assert one.num_tokens == two.num_tokens == len(written)
-  assert one.predicted_theorem8 == pytest.approx(1 + share + share**2)
-
-
 @pytest.mark.parametrize("name", ["unigram", "bigram", "copy-1", "copy-3"])
 def test_alpha_and_rounds_equal_those_of_a_plain_loop(words, path, tmp_path, name):
   make = {
@@ -123,32 +110,11 @@ def test_alpha_and_rounds_equal_those_of_a_plain_loop(words, path, tmp_path, nam
     assert r.acceptance_by_position == [a / (a + b) if a + b else None for a, b in judged]
 
 
-def test_prompt_lookup_on_a_copied_source_is_always_accepted(words, tmp_path):
-  """The first token is an exception, because there is no context before it to look up."""
-  text = "[0123456789]"
-  n = len(words.encode(text))
-  assert len(set(words.encode(text))) == n
-  (r,) = run(words, tmp_path, [prompt_lookup], [text], [text], gammas=(5,))
-  assert r.alpha == pytest.approx((n - 1) / n)
-  assert r.rounds == 1 + -(-(n - 1) // 6)
-  assert r.acceptance_by_position[1:] == [1.0] * 4
-
-
 def test_output_cut_off_at_the_limit_has_no_eos(words, tmp_path):
   make = [prompt_lookup]
   (cut,) = run(words, tmp_path / "cut", make, LINES[:1], LINES[:1], gammas=(3,), max_new_tokens=4)
   (whole,) = run(words, tmp_path / "whole", make, LINES[:1], LINES[:1], gammas=(3,))
   assert cut.num_tokens == 4 and whole.num_tokens == len(words.encode(LINES[0]))
-
-
-def test_draft_reads_at_most_the_source_of_the_target(words, tmp_path):
-  text = "[0123456789]"
-  one = [prompt_lookup], [text], [text]
-  run(words, tmp_path, *one, gammas=(3,), max_source_tokens=5)
-  cut, whole = run(words, tmp_path, *one, gammas=(3,))  # another setting, so it is measured too
-  n = len(words.encode(text))
-  assert cut.alpha == pytest.approx(3 / n)  # of four tokens and EOS, the second to the fourth
-  assert whole.alpha == pytest.approx((n - 1) / n)
 
 
 def test_recorded_settings_are_not_measured_again(words, path, tmp_path, capsys):
@@ -168,7 +134,7 @@ def test_recorded_settings_are_not_measured_again(words, path, tmp_path, capsys)
 
 def test_table_has_the_values_of_the_paper(words, path, tmp_path, capsys):
   counted = functools.partial(unigram, path=path)
-  rows = load_table(3, ROOT / "configs")
+  rows = load_table(3)
   changes = dict(paper_rows=rows, paper_target="T5-XXL (CNNDM)", gammas=(2,))
   run(words, tmp_path, [counted, prompt_lookup], **changes)
   lines = [line.split() for line in capsys.readouterr().out.splitlines()]
@@ -181,30 +147,7 @@ def test_table_has_the_values_of_the_paper(words, path, tmp_path, capsys):
   assert not any(line[:1] == ["Unigram"] for line in lines)
 
 
-@pytest.mark.parametrize(
-  "changes",
-  [
-    dict(sources=[], outputs=[]),
-    dict(outputs=OUTPUTS[1:]),
-    dict(drafts=[]),
-    dict(gammas=()),
-    dict(gammas=(0,)),
-    dict(max_new_tokens=0),
-    dict(max_source_tokens=0),
-  ],
-  ids=lambda changes: " ".join(changes),
-)
-def test_empty_lists_raise(words, tmp_path, changes):
-  settings = dict(drafts=[prompt_lookup], output_dir=tmp_path / "out")
-  with pytest.raises(InputError):
-    run(words, **{**settings, **changes})
-  assert not (tmp_path / "out" / "results.jsonl").exists()
-
-
-# The texts, as `scripts/prepare_cnn_dm.py` writes them.
-
-
-def test_prepared_texts_are_the_sources_and_outputs_of_t5(tmp_path):
+def test_prepared_texts_are_the_sources_and_outputs_of_t5(tmp_path, monkeypatch):
   data = tmp_path / "data"
   (data / "realsumm").mkdir(parents=True)
   (data / "cnn_dm").mkdir()
@@ -220,9 +163,8 @@ def test_prepared_texts_are_the_sources_and_outputs_of_t5(tmp_path):
   ):
     with gzip.open(data / "cnn_dm" / f"cnn_dm.{name}.jsonl.gz", "wt") as file:
       file.write(json.dumps({"article": "A\nb", "highlights": highlights}) + "\n")
-  script = [sys.executable, str(ROOT / "scripts" / "prepare_cnn_dm.py")]
-  command = [*script, "--data", str(data), "--output", str(tmp_path / "out")]
-  subprocess.run(command, check=True, timeout=120, capture_output=True)
+  monkeypatch.setattr(sys, "argv", ["", "--data", str(data), "--output", str(tmp_path / "out")])
+  prepare.main()
 
   def lines(name):
     return read_lines(str(tmp_path / "out" / f"{name}.txt"))
@@ -232,5 +174,3 @@ def test_prepared_texts_are_the_sources_and_outputs_of_t5(tmp_path):
   assert lines("t5_11b") == ["it's hard . he's a boy .", "b, c"]
   assert lines("validation") == ["A b"]
   assert lines("highlights") == ["a man runs . two dogs, too!", "the u.s. won . 'yes'"]
-  missing = subprocess.run([*script, "--data", str(tmp_path)], timeout=120, capture_output=True)
-  assert missing.returncode == 2 and b"no text file at" in missing.stderr

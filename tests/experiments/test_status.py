@@ -1,7 +1,6 @@
 """Test that the reproduction status counts each printed number once, with a record per result."""
 
 import dataclasses
-import pathlib
 
 import pytest
 from test_tables import RECORD
@@ -9,10 +8,7 @@ from test_tables import RECORD
 from experiments.paper import status
 from experiments.paper.paper import load_table
 
-PAPER = {
-  number: load_table(number, pathlib.Path(__file__).resolve().parents[1] / "configs")
-  for number in range(1, 6)
-}
+PAPER = {number: load_table(number) for number in range(1, 6)}
 
 
 def all_claims(records=None, compiled=(), paper=PAPER):
@@ -28,7 +24,7 @@ def test_every_printed_number_counts_once():
   computed = [c for c in claims if c.status.startswith("computed")]
   assert (len(claims), len(computed)) == (95, 33)  # 62 measured by the paper, 33 computed
   assert {c.ours for c in claims if c not in computed} == {"-"}
-  counts = dict(status.status_counts(claims).rows)
+  counts = dict(status.status_counts_table(claims).rows)
   assert counts == {
     status.MEASURED: "0",
     status.COMPUTED: "26",

@@ -6,7 +6,6 @@ import tiny_pair
 from experiments.table3.acceptance import acceptance
 from specdec_jax.core.sampling import Sampling
 from specdec_jax.drafts.prompt_lookup import prompt_lookup
-from specdec_jax.errors import InputError
 from specdec_jax.measure import records
 
 TEXTS = tiny_pair.SENTENCES[:6]
@@ -52,27 +51,3 @@ def test_lenience_raises_acceptance_and_records_the_changed_tokens(tmp_path):
   assert sampled[1].total_variation == pytest.approx(0, abs=1e-5)
   assert sampled[0.3].total_variation > 0.01
   assert sampled[0.3].alpha > sampled[1].alpha
-
-
-def test_too_few_texts_are_reported(tmp_path):
-  with pytest.warns(UserWarning, match="fewer than min_tokens = 1000"):
-    acceptance(
-      tiny_pair.pair("near"),
-      TEXTS[:2],
-      str(tmp_path),
-      SAMPLINGS[:1],
-      gamma=3,
-      batch_size=2,
-      max_new_tokens=10,
-      min_tokens=1000,
-    )
-
-
-@pytest.mark.parametrize(
-  "changes", [dict(texts=[]), dict(samplings=[]), dict(leniences=()), dict(gamma=0)], ids=str
-)
-def test_empty_lists_raise(tmp_path, changes):
-  settings = dict(texts=TEXTS, samplings=SAMPLINGS, output_dir=str(tmp_path / "out"))
-  with pytest.raises(InputError):
-    acceptance(tiny_pair.pair(), **{**settings, **changes})
-  assert not (tmp_path / "out").exists()

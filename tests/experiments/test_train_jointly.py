@@ -4,7 +4,6 @@ import dataclasses
 import functools
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 import tiny_pair
@@ -32,7 +31,7 @@ from specdec_jax.pairs import load_pair
 from specdec_jax.train import distillation_data
 from specdec_jax.train.batches import ParallelText
 from specdec_jax.train.distillation_data import Teacher, model_outputs
-from specdec_jax.train.objectives import Objective, model_objective
+from specdec_jax.train.objectives import model_objective
 from specdec_jax.train.speculators import joint_objective, speculator_objective
 from specdec_jax.train.trainer import TrainSettings, train
 
@@ -49,27 +48,6 @@ def head_params(config=HEAD):
 def trained(objective, init, path, steps):
   settings = dataclasses.replace(STEPS, max_steps=steps)
   return jax.device_get(train(objective, settings, copies(), copies(), str(path), init))
-
-
-def test_rates_multiply_updates_of_parts_of_the_parameters(tmp_path):
-  init = {"slow": {"a": jnp.array([1.0, -2.0]), "b": jnp.array(3.0)}, "fast": jnp.array([2.0])}
-
-  def loss(params, *args):
-    return sum(jnp.square(x).sum() for x in jax.tree.leaves(params))
-
-  def updates(rates):
-    scores = lambda params, frozen, batch: {"valid_loss": loss(params)}  # noqa: E731
-    objective = Objective(lambda rng: init, loss, scores, rates=rates)
-    new = trained(objective, init, tmp_path / str(rates), steps=1)
-    return jax.tree.map(lambda x, y: x - y, new, init)
-
-  full, scaled, none = (updates({"slow": rate, "fast": 1.0}) for rate in (1.0, 0.25, 0.0))
-  jax.tree.map(np.testing.assert_array_equal, full, updates(1.0))
-  assert all((np.abs(x) > 0.01).all() for x in jax.tree.leaves(full))
-  close = functools.partial(np.testing.assert_allclose, atol=1e-6)
-  jax.tree.map(lambda x, y: close(x, 0.25 * y), scaled["slow"], full["slow"])
-  assert not any(x.any() for x in jax.tree.leaves(none["slow"]))
-  assert scaled["fast"] == none["fast"] == full["fast"]
 
 
 def test_with_rate_0_the_head_is_trained_as_for_a_frozen_target(tmp_path):
@@ -127,19 +105,6 @@ def test_gradient_of_the_loss_of_a_head_reaches_the_target(kind):
     leaves = jax.tree.leaves(found[part])
     assert all(np.isfinite(x).all() for x in leaves), part
     assert max(np.abs(x).max() for x in leaves) > 1e-4, part
-
-
-def test_scores_are_those_of_the_target_and_of_the_head():
-  own, batch = head_params(), batch_of(copies().targets[:4], length=8)
-  objective = joint_objective(HEAD, CONFIG, 0.3, 0.1)
-  scores = jax.jit(objective.scores)({"target": TARGET, "head": own}, (), batch)
-  of_target = jax.jit(model_objective(CONFIG).scores)(TARGET, (), batch)
-  head = speculator_objective(HEAD, CONFIG, TARGET)
-  of_head = jax.jit(head.scores)(own, TARGET, batch)
-  assert scores["valid_accuracy"] == of_target["valid_accuracy"]
-  assert scores["valid_acceptance_length"] == of_head["valid_acceptance_length"]
-  want = of_target["valid_loss"] + 0.3 * of_head["valid_loss"]
-  assert float(scores["valid_loss"]) == pytest.approx(float(want), rel=1e-6)
 
 
 def test_beam_search_texts_are_the_best_texts_of_the_search_and_are_written_once(tmp_path):
@@ -211,16 +176,6 @@ def test_new_target_and_head_decode_as_the_new_target_alone(folder):
     assert np.abs(new - old).max() > 1e-4
 
 
-def test_metrics_start_with_the_scores_before_training(folder):
-  first, *others = metrics(folder / "whole" / "work")
-  assert [line["epoch"] for line in others] == [1, 2]
-  assert (first["epoch"], first["step"], first["train_loss"]) == (0, 0, None)
-  assert first["valid_accuracy"] == 1  # the texts are the original target's argmax outputs
-  assert first["valid_acceptance_length"] >= 1
-  assert all(0 <= line["bleu"] <= 100 for line in (first, *others))
-  assert others[-1]["valid_loss"] != first["valid_loss"]
-
-
 def test_interrupted_run_resumes_with_the_same_texts(folder, monkeypatch):
   whole = folder / "whole"
   steps = metrics(whole / "work")[1]["step"]
@@ -251,19 +206,3 @@ def test_training_starts_from_the_target_and_from_a_given_head(tmp_path, monkeyp
   same(random_init["head"], init_params(config, jax.random.key(0)))
   with pytest.raises(InputError, match="does not fit"):
     run(tmp_path, "out", **start, config=functools.partial(speculator_config, kind="eagle"))
-
-
-@pytest.mark.parametrize(
-  "changes, message",
-  [
-    ({"sources": None}, "beam search needs sources"),
-    ({"valid_target": None}, "give their file, valid_target"),
-    ({"head_weight": -1.0}, "head_weight is -1.0"),
-    ({"target_rate": float("nan")}, "target_rate is nan"),
-    ({"num_beams": 0}, "num_beams is 0"),
-    ({"stride": 0}, "stride is 0"),
-  ],
-)
-def test_invalid_arguments_raise(changes, message, tmp_path):
-  with pytest.raises(InputError, match=message):
-    run(tmp_path, "invalid", **changes)

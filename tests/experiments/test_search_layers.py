@@ -13,7 +13,6 @@ from experiments.methods.search_layers import search, search_layers
 from specdec_jax.core.sampling import Sampling, row_keys
 from specdec_jax.core.trees import chain
 from specdec_jax.drafts.layer_skip import layer_skip
-from specdec_jax.errors import InputError
 from specdec_jax.measure import records
 from specdec_jax.measure.alpha import measure_alpha
 from specdec_jax.measure.costs import Costs
@@ -116,7 +115,7 @@ def hidden_set(layers) -> float:
   return 8.0 - len({*layers} ^ {0, 1, 4, 7})
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", range(2))
 def test_local_search_keeps_to_its_budget_and_is_deterministic(seed):
   calls = []
 
@@ -133,34 +132,3 @@ def test_local_search_keeps_to_its_budget_and_is_deterministic(seed):
   for before, layers in itertools.pairwise(calls[:30]):
     if before == (0, 1, 4, 7):  # the best set is followed by one of its neighbors
       assert len({*layers} ^ {*before}) == 1
-
-
-@pytest.mark.parametrize("max_candidates", [1, 2, 6, 61])
-def test_local_search_of_any_budget_ends(max_candidates):
-  assert len(search(6, max_candidates, hidden_set, 0)) == max_candidates
-
-
-def test_all_sets_are_evaluated_if_there_are_few():
-  assert [*search(3, 6, hidden_set, 0)] == SUBSETS
-  assert [*search(3, 64, hidden_set, 1)] == SUBSETS
-
-
-@pytest.mark.parametrize(
-  "pair, changes, message",
-  [
-    (tiny_pair.pair, {}, "The decoder of the target has one layer"),
-    (functools.partial(deep, tiny_pair.pair), dict(texts=[]), "no texts"),
-    (functools.partial(deep, tiny_pair.pair), dict(max_candidates=0), "max_candidates is 0"),
-  ],
-)
-def test_invalid_searches_are_rejected(tmp_path, pair, changes, message):
-  settings = dict(texts=TEXTS, output_dir=str(tmp_path / "out"))
-  with pytest.raises(InputError, match=message):
-    search_layers(pair(), **{**settings, **changes})
-  assert not (tmp_path / "out").exists()
-
-
-def test_simulated_acceptance_is_rejected(tmp_path):
-  pair = deep(tiny_pair.pair)._replace(simulated_alpha=0.5)
-  with pytest.raises(InputError, match="The acceptance of this target is simulated"):
-    run(tmp_path, pair)

@@ -1,10 +1,9 @@
-"""Test that tables have our records next to the paper's rows, and the same cells in all formats."""
+"""Test that tables have our records next to the paper's rows, and that pages quote the records."""
 
 import csv
 import dataclasses
+import importlib
 import importlib.util
-import io
-import json
 import pathlib
 import re
 import subprocess
@@ -12,20 +11,17 @@ import sys
 
 import pytest
 
-from experiments import record_tables
-from experiments.paper import other_tables
-from experiments.paper.pages import quoted
+from experiments.model_free_drafts.given_outputs import GIVEN_OUTPUTS_LEGEND
 from experiments.paper.paper import load_table
 from experiments.paper.paper_tables import paper_table
-from experiments.record_tables import measured_table
-from specdec_jax.errors import InputError
+from experiments.peers.compare import PEERS_LEGEND
+from experiments.tables import LINES, PATHS, RECORDS, measured_table
+from experiments.throughput.throughput import gammas_table
 from specdec_jax.measure.records import Record, append
 from specdec_jax.measure.reporting.columns import COLUMNS
 from specdec_jax.measure.reporting.columns import legend as legend_of
-from specdec_jax.measure.reporting.formats import render
-from specdec_jax.measure.reporting.tables import Table
 
-ROOT = pathlib.Path(__file__).resolve().parents[1]
+ROOT = pathlib.Path(__file__).resolve().parents[2]
 
 RECORD = Record(
   task="captions",
@@ -50,18 +46,10 @@ RECORD = Record(
   total_variation=0.0,
 )
 SAMPLED = dataclasses.replace(RECORD, temperature=1.0, alpha=0.6651, speedup=1.6849)
-BARE = dataclasses.replace(
-  RECORD,
-  gamma=9,
-  **dict.fromkeys(
-    ["alpha", "alpha_low", "alpha_high", "c", "speedup", "total_variation"]
-    + ["predicted_theorem8", "predicted_measured_cost", "predicted_finite_length", "num_examples"]
-  ),
-)
 
 
 def table_of(number, *records):
-  return paper_table(number, records, load_table(number, ROOT / "configs"))
+  return paper_table(number, records, load_table(number))
 
 
 def cells(table):
@@ -140,11 +128,6 @@ def test_stand_ins_follow_all_of_the_papers_rows():
     assert any("Of the paper's 12 rows, 0 have records" in note for note in table.notes)
 
 
-def test_tables_have_no_differences():
-  for number in (1, 2, 3, 4, 5):
-    assert not any("difference" in column for column in table_of(number, XXL, RECORD).columns)
-
-
 @pytest.mark.parametrize(
   "number, change, paper_row",
   [
@@ -188,20 +171,6 @@ def test_decoder_only_models_follow_the_row_of_their_size(target, draft, top_k, 
   assert paper_row == (row and (row["target"], row["draft"], row["alpha"]))
 
 
-def test_top_k_changes_samples_but_not_argmax():
-  filtered = dataclasses.replace(XXL_SAMPLED, top_k=40)
-  assert above(table_of(3, filtered)) == [None]
-  assert above(table_of(3, dataclasses.replace(XXL, top_k=40)))[0]["alpha"] == "0.75"
-
-
-def test_table_3_has_one_row_for_all_gammas():
-  other_gamma = dataclasses.replace(RECORD, gamma=7)
-  assert (
-    len(ours(table_of(3, RECORD, other_gamma))) == 1
-    and len(ours(table_of(2, RECORD, other_gamma))) == 2
-  )
-
-
 def test_table_4_has_expected_and_measured_speed():
   (row,) = ours(table_of(4, SAMPLED))
   names = ("c", "expected", "expected, measured costs", "measured")
@@ -227,13 +196,6 @@ def test_table_5_has_alpha_by_lenience():
   assert small["total variation"] == "0.051"
   assert small["speed by Theorem 8"] == "3.9"  # Appendix A.5, footnote: alpha 0.8, c 0.015, gamma 8
   assert [row["speed by Theorem 8"] for row in above(table)] == ["2.5", "3.6", "-", "4.9"]
-
-
-@pytest.mark.parametrize("number", [2, 3, 4, 5])
-def test_values_that_were_not_measured_are_missing(number):
-  (row,) = ours(table_of(number, BARE))
-  given = {"stand-in", "captions", "big", "small", "0", "9", "1", "x86, float32, - texts"}
-  assert {*row.values()} - given == {"-"}
 
 
 def test_last_record_of_a_setting_is_shown():
@@ -267,58 +229,6 @@ def test_simulated_acceptance_is_marked():
   assert any("alpha is a setting" in note for note in table.notes)
 
 
-# Formats.
-
-TABLE = Table(
-  "A title",
-  ("who", "per cent", "c"),
-  (("a_b & 100% {x}", "+1.5", "0.1"), ("pipe | back\\slash", "-", "-"), ('"q", r', "2", "3")),
-  ("A note.",),
-)
-
-
-def test_csv_has_headings_and_cells():
-  assert list(csv.reader(io.StringIO(render(TABLE, "csv")))) == [
-    list(row) for row in (TABLE.columns, *TABLE.rows)
-  ]
-
-
-def test_markdown_has_the_same_number_of_columns_in_every_line():
-  text = render(TABLE, "markdown")
-  lines = [line for line in text.splitlines() if line.startswith("|")]
-  assert len(lines) == 2 + len(TABLE.rows)
-  assert {line.replace(r"\|", "").count("|") for line in lines} == {len(TABLE.columns) + 1}
-  assert "A title" in text and "- A note." in text
-
-
-def test_latex_has_one_line_per_row_and_escapes():
-  text = render(TABLE, "latex")
-  lines = [line for line in text.splitlines() if line.endswith(r"\\")]
-  assert len(lines) == 1 + len(TABLE.rows)
-  assert {line.replace(r"\&", "").count("&") for line in lines} == {len(TABLE.columns) - 1}
-  assert r"a\_b \& 100\% \{x\}" in text and r"back\textbackslash{}slash" in text
-  assert r"\begin{tabular}{lrr}" in text
-  assert r"\caption{A title}" in text and r"\label{tab:who}" in text
-  assert [text.count(rule) for rule in (r"\toprule", r"\midrule", r"\bottomrule")] == [1, 1, 1]
-
-
-def test_terminal_shows_every_cell_completely():
-  text = render(TABLE, "terminal")
-  for cell in ("A title", "A note.", *(cell for row in TABLE.rows for cell in row)):
-    assert cell in text
-  assert "…" not in render(table_of(4, RECORD, SAMPLED), "terminal")
-
-
-def test_table_without_records():
-  for fmt in ("markdown", "csv", "latex"):
-    assert "speed" in render(table_of(2), fmt)
-
-
-def test_unknown_format_is_reported():
-  with pytest.raises(InputError, match="'html'; choose one of terminal, markdown, csv, latex"):
-    render(TABLE, "html")
-
-
 # The script.
 
 
@@ -340,25 +250,6 @@ def test_script_runs_in_any_folder(tmp_path):
   assert rows == ["2.06", "1.68"]
 
 
-@pytest.mark.parametrize(
-  "args, message",
-  [
-    (["--table", 2, "absent.jsonl"], "cannot use 'absent.jsonl'"),
-    (["--table", 2, "other.jsonl"], "a record of schema 99"),
-    (["--table", 2, "other.jsonl", "--output", "./other.jsonl"], "are the same file"),
-    (["--table", 6], "There is no table '6'; there are 1 to 5"),
-    (["--table", "two"], "no table 'two'"),
-    (["--table", 2], "name a results.jsonl"),
-    (["--table", 1, "--format", "html"], "no format 'html'"),
-  ],
-)
-def test_script_reports_errors_in_one_line(tmp_path, args, message):
-  (tmp_path / "other.jsonl").write_text(json.dumps({"schema": 99}) + "\n")
-  done = tabulate(*args, cwd=tmp_path)
-  assert done.returncode == 2 and done.stdout == ""
-  assert message in done.stderr and len(done.stderr.splitlines()) == 1
-
-
 # Tables in pages.
 
 
@@ -378,15 +269,6 @@ def test_measured_table_has_columns_for_settings_that_vary():
   assert "an unrecorded commit" in measured_table([RECORD]).notes[-1]
 
 
-def test_only_the_tables_of_a_page_are_replaced():
-  page = "a\n<!-- table: 4 x.jsonl -->\nold\n<!-- end of table -->\nb\n<!-- table: 1 -->\n"
-  page += "<!-- end of table -->\nc"
-  assert quoted(page, lambda words: f"[{' '.join(words)}]\n") == (
-    "a\n<!-- table: 4 x.jsonl -->\n[4 x.jsonl]\n<!-- end of table -->\nb\n"
-    "<!-- table: 1 -->\n[1]\n<!-- end of table -->\nc"
-  )
-
-
 def test_metrics_page_explains_every_heading_of_a_legend():
   page = (ROOT / "docs" / "metrics.md").read_text()
   first_cells = re.findall(r"^\| ([^|]*) \|", page, re.MULTILINE)
@@ -394,8 +276,10 @@ def test_metrics_page_explains_every_heading_of_a_legend():
   also = {heading.replace("step", part, 1) for heading in names for part in ("draft", "verify")}
   explained = names | also
   legends = [legend_of(COLUMNS)]
-  for module in (record_tables, other_tables):
-    legends += [value for name, value in vars(module).items() if name.endswith("_LEGEND")]
+  for module in dict.fromkeys((*RECORDS.values(), *LINES.values(), *PATHS.values())):
+    values = vars(importlib.import_module(f"experiments.{module}")).items()
+    legends += [value for name, value in values if name.endswith("_LEGEND")]
+  legends += [GIVEN_OUTPUTS_LEGEND, PEERS_LEGEND]
   assert len(legends) == 9
   for heading in dict.fromkeys(heading for legend in legends for heading in legend):
     assert heading in explained, heading
@@ -424,7 +308,7 @@ def test_speed_without_a_draft_is_in_the_rows_of_all_drafts():
     )
     for draft, kernels, gamma, speed in settings
   ]
-  assert record_tables.gammas_table(measured).rows == (
+  assert gammas_table(measured).rows == (
     ("float32, float", "a", "1", "100", "90", "gamma 0"),
     ("float32, float", "b", "1", "100", "120", "gamma 3"),
     ("float32, int8", "b", "1", "-", "70", "gamma 3"),

@@ -2,14 +2,12 @@
 
 import functools
 
-import pytest
 import tiny
 import tiny_pair
 
 from experiments.paper import reproduce as module
 from experiments.paper.reproduce import Checkpoints, Models, StandIns, Task, groups, reproduce
 from specdec_jax.core.loading import load_draft
-from specdec_jax.errors import InputError
 from specdec_jax.measure.records import read
 from specdec_jax.pairs import checkpoint_draft
 
@@ -108,31 +106,6 @@ def test_dry_run_prints_memory_and_time_and_measures_nothing(tmp_path, capsys, m
   # T5 1.1 base and small have 247,577,856 and 76,961,152 parameters.
   assert said.count(" 1.30 ") == 6 and said.count(" EnDe ") == 12
   assert not [*tmp_path.glob("*/*/results.jsonl")]
-
-
-@pytest.mark.parametrize(
-  "names, words",
-  [(["table1"], "no table or figure 'table1' to reproduce; there are table2"), ([], "no table")],
-)
-def test_unknown_tables_are_rejected(names, words, tmp_path):
-  with pytest.raises(InputError, match=words):
-    reproduce(names, StandIns(), tasks(tmp_path), str(tmp_path))
-
-
-def test_a_table_without_measurable_rows_is_rejected(tmp_path):
-  with pytest.raises(InputError, match="There are no tasks"):
-    reproduce(["figure1"], StandIns(), {}, str(tmp_path))
-  others = {"dialog": tasks(tmp_path)["EnDe"]}
-  with pytest.raises(InputError, match="No row of table2 can be measured"):
-    reproduce(["table2"], StandIns(), others, str(tmp_path))
-
-
-def test_alphas_need_a_draft_that_is_a_model(tmp_path):
-  models = Checkpoints({"T5-XXL": "unused"}, sizes={"T5-XXL": ("1.1", "small")})
-  with pytest.raises(InputError, match="paths has no draft of this table"):
-    reproduce(["table5"], models, tasks(tmp_path), str(tmp_path))
-  with pytest.raises(InputError, match="paths has no draft of this table"):
-    models.example(tasks(tmp_path)["EnDe"])
 
 
 def test_the_target_is_loaded_once_for_all_drafts(tmp_path):

@@ -7,16 +7,19 @@ import numpy as np
 import pytest
 import tiny_pair
 
-from experiments.learned_drafts.online import serve_and_learn, serve_and_store
-from experiments.learned_drafts.online_learning import OnlineDraft, decode_and_learn
+from experiments.learned_drafts.online import (
+  OnlineDraft,
+  decode_and_learn,
+  serve_and_learn,
+  serve_and_store,
+)
 from specdec_jax.core.decode import Decoder
 from specdec_jax.core.sampling import Sampling
-from specdec_jax.core.trees import branching, chain
+from specdec_jax.core.trees import chain
 from specdec_jax.core.types import Params
 from specdec_jax.core.verify.tokens import TokenVerifier
 from specdec_jax.drafts.heads import speculator_config
 from specdec_jax.drafts.retrieval import retrieval
-from specdec_jax.errors import InputError
 from specdec_jax.measure import records
 from specdec_jax.measure.alpha import proposals
 from specdec_jax.pairs import load_pair, random_speculator, stop_at_miss_draft
@@ -97,15 +100,3 @@ def test_learning_from_a_sampled_text_raises_its_probability_under_the_draft(pai
     return np.log(probs)[np.arange(8) < np.asarray(result.lengths)[:, None]].mean()
 
   assert mean_log_probability(learned.params) > mean_log_probability(head_params) + 0.1
-
-
-def test_unsupported_drafts_and_existing_records_raise(pair, tmp_path):
-  with pytest.raises(InputError, match="proposes chains"):
-    OnlineDraft(pair.draft(Sampling(), branching(2, 1)))
-  with pytest.raises(InputError, match="does not learn while it decodes"):
-    serve_and_learn(tiny_pair.pair(), ["none"], "nowhere")
-  with pytest.raises(InputError, match="near has no datastore"):
-    serve_and_store(tiny_pair.pair(), ["none"], "nowhere")
-  (tmp_path / "results.jsonl").touch()
-  with pytest.raises(InputError, match="is there already"):
-    serve_and_learn(pair, ["none"], str(tmp_path))
