@@ -2,9 +2,13 @@
 
 python -m experiments.editing.prepare --data data --output runs/editing/data
 
+A sentence gets between zero and a few errors of the kinds that people make: typing errors, missing,
+doubled, swapped and confused words, wrong forms of words, casing and punctuation. The correct
+sentence is the target of training, and the sentence with errors is its source.
+
 Each sentence of the training text occurs several times, with different errors, and once in the text
-that the draft is trained on. Captions, news and
-short sentences are read from the folder `--data` (docs/data.md).
+that the draft is trained on. Captions, news and short sentences are read from the folder `--data`
+(docs/data.md).
 """
 
 import argparse
@@ -34,6 +38,9 @@ _CONFUSED = (
 )
 
 _SETS_OF: dict[str, list[tuple[str, ...]]] = {}
+for _words in _CONFUSED:
+  for _word in _words:
+    _SETS_OF.setdefault(_word, []).append(_words)
 
 _DROPPED = {
   *("a", "an", "the", "of", "to", "in", "on", "at", "is", "are", "was", "were", "has", "have"),
@@ -71,30 +78,6 @@ def sentences(data: str, names: tuple[str, ...]) -> list[list[str]]:
 def write(path: pathlib.Path, lines: list[str]) -> None:
   with atomic_write(path) as file:
     file.writelines(f"{line}\n" for line in lines)
-
-
-def main() -> None:
-  parser = argparse.ArgumentParser(description=__doc__)
-  parser.add_argument("--data", default="data", help="folder with the texts")
-  parser.add_argument("--output", default="runs/editing/data", help="folder to write")
-  parser.add_argument("--copies", type=int, default=3, help="occurrences of a training sentence")
-  args = parser.parse_args()
-  output = pathlib.Path(args.output)
-  output.mkdir(parents=True, exist_ok=True)
-  train = [line for lines in sentences(args.data, TRAIN) for line in lines]
-  parts = {"train": train * args.copies}
-  valid, test = ([lines[:PER_FILE] for lines in sentences(args.data, n)] for n in (VALID, TEST))
-  parts["valid"] = [line for lines in valid for line in lines]
-  parts["test"] = [line for lines in zip(*test) for line in lines]  # captions and news in turn
-  for part, correct in parts.items():
-    rng = random.Random(f"errors of {part}")
-    corrupted = [corrupt(line, rng) for line in correct]
-    for side, lines in (("source", corrupted), ("target", correct)):
-      write(output / f"{part}.{side}", lines)
-      if part == "train":
-        write(output / f"draft.{side}", lines[: len(train)])
-    unchanged = sum(map(str.__eq__, corrupted, correct))
-    print(f"{part}: {len(correct)} sentences, {unchanged} of them without an error")
 
 
 def corrupt(sentence: str, rng: random.Random, mean_errors: float = 1.6) -> str:
@@ -229,6 +212,30 @@ _ERRORS: tuple[_Error, ...] = (
   *(_typing_error, _missing_word, _doubled_word, _swapped_words),
   *(_confused_word, _wrong_form, _wrong_case, _wrong_mark),
 )
+
+
+def main() -> None:
+  parser = argparse.ArgumentParser(description=__doc__)
+  parser.add_argument("--data", default="data", help="folder with the texts")
+  parser.add_argument("--output", default="runs/editing/data", help="folder to write")
+  parser.add_argument("--copies", type=int, default=3, help="occurrences of a training sentence")
+  args = parser.parse_args()
+  output = pathlib.Path(args.output)
+  output.mkdir(parents=True, exist_ok=True)
+  train = [line for lines in sentences(args.data, TRAIN) for line in lines]
+  parts = {"train": train * args.copies}
+  valid, test = ([lines[:PER_FILE] for lines in sentences(args.data, n)] for n in (VALID, TEST))
+  parts["valid"] = [line for lines in valid for line in lines]
+  parts["test"] = [line for lines in zip(*test) for line in lines]  # captions and news in turn
+  for part, correct in parts.items():
+    rng = random.Random(f"errors of {part}")
+    corrupted = [corrupt(line, rng) for line in correct]
+    for side, lines in (("source", corrupted), ("target", correct)):
+      write(output / f"{part}.{side}", lines)
+      if part == "train":
+        write(output / f"draft.{side}", lines[: len(train)])
+    unchanged = sum(map(str.__eq__, corrupted, correct))
+    print(f"{part}: {len(correct)} sentences, {unchanged} of them without an error")
 
 
 if __name__ == "__main__":

@@ -35,6 +35,33 @@ TIMES_MS = (20, 20), (30, 10), (10, 30)  # (F, G)
 TRIALS = 200
 
 
+def execution_table(rows: Sequence[Mapping[str, Any]]) -> Table:
+  """Return a table of the measurements made by this program."""
+  cells = tuple(
+    (
+      f"{row['beta']:.2f}",
+      f"{row['kept']:.2f}",
+      f"{row['f_ms']:g}",
+      f"{row['g_ms']:g}",
+      f"{row['in_turn_ms']:g}",
+      f"{row['expected_ms']:.1f}",
+      f"{row['measured_ms']:.1f}",
+    )
+    for row in rows
+  )
+  first = rows[0]
+  return Table(
+    "Stochastic speculative execution, milliseconds",
+    ("beta", "accepted", "F", "G", "sequential", "expected", "measured"),
+    cells,
+    (
+      f"Means of {first['trials']} runs per row, {first['processor']}, commit {first['commit']} of "
+      f"{str(first['date'])[:10]}.",
+    ),
+    EXECUTION_LEGEND,
+  )
+
+
 def main() -> None:
   rng = np.random.default_rng(0)
   for p_share in P_SHARES:
@@ -67,33 +94,6 @@ def main() -> None:
         **provenance(),
       )
       print(json.dumps(record), flush=True)
-
-
-def execution_table(rows: Sequence[Mapping[str, Any]]) -> Table:
-  """Return a table of the measurements made by this program."""
-  cells = tuple(
-    (
-      f"{row['beta']:.2f}",
-      f"{row['kept']:.2f}",
-      f"{row['f_ms']:g}",
-      f"{row['g_ms']:g}",
-      f"{row['in_turn_ms']:g}",
-      f"{row['expected_ms']:.1f}",
-      f"{row['measured_ms']:.1f}",
-    )
-    for row in rows
-  )
-  first = rows[0]
-  return Table(
-    "Stochastic speculative execution, milliseconds",
-    ("beta", "accepted", "F", "G", "sequential", "expected", "measured"),
-    cells,
-    (
-      f"Means of {first['trials']} runs per row, {first['processor']}, commit {first['commit']} of "
-      f"{str(first['date'])[:10]}.",
-    ),
-    EXECUTION_LEGEND,
-  )
 
 
 if __name__ == "__main__":

@@ -126,6 +126,34 @@ def theirs(model: Any, sources: list[list[int]], num_beams: int, settings: dict[
   return found
 
 
+def parity_table(rows: Sequence[Mapping[str, Any]]) -> Table:
+  """Return a table of the comparisons made by this program."""
+
+  def draft_tokens(run: Mapping[str, Any]) -> str:
+    return f"gamma {run['gamma']}" if "gamma" in run else f"tree of {len(run['tree']) + 1} nodes"
+
+  cells = tuple(
+    (
+      row["setting"],
+      f"{row['beams']}",
+      draft_tokens(json.loads(row["run"])),
+      f"{row['equal']}",
+      f"{row['ties']}",
+      f"{row['texts'] - row['equal'] - row['ties']}",
+      f"{row['largest_difference']:.1g}",
+    )
+    for row in rows
+  )
+  first = rows[0]
+  return Table(
+    "Outputs compared with transformers' generate",
+    ("setting", "beams", "draft tokens", "equal", "ties", "other", "difference"),
+    cells,
+    (f"{first['texts']} texts per row, batch 8. {measured_on(rows)}",),
+    PARITY_LEGEND,
+  )
+
+
 def main() -> None:
   parser = argparse.ArgumentParser(description=__doc__)
   parser.add_argument("texts", help="file with one source per line")
@@ -179,34 +207,6 @@ def main() -> None:
         record = dict(setting=name, beams=num_beams, run=label, texts=len(texts))
         record |= dict(equal=equal, ties=ties, largest_difference=largest)
         print(json.dumps({**record, **provenance()}), flush=True)
-
-
-def parity_table(rows: Sequence[Mapping[str, Any]]) -> Table:
-  """Return a table of the comparisons made by this program."""
-
-  def draft_tokens(run: Mapping[str, Any]) -> str:
-    return f"gamma {run['gamma']}" if "gamma" in run else f"tree of {len(run['tree']) + 1} nodes"
-
-  cells = tuple(
-    (
-      row["setting"],
-      f"{row['beams']}",
-      draft_tokens(json.loads(row["run"])),
-      f"{row['equal']}",
-      f"{row['ties']}",
-      f"{row['texts'] - row['equal'] - row['ties']}",
-      f"{row['largest_difference']:.1g}",
-    )
-    for row in rows
-  )
-  first = rows[0]
-  return Table(
-    "Outputs compared with transformers' generate",
-    ("setting", "beams", "draft tokens", "equal", "ties", "other", "difference"),
-    cells,
-    (f"{first['texts']} texts per row, batch 8. {measured_on(rows)}",),
-    PARITY_LEGEND,
-  )
 
 
 if __name__ == "__main__":

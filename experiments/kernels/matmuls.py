@@ -66,6 +66,36 @@ def normal(rng: np.random.Generator, *shape: int) -> np.ndarray:
   return rng.standard_normal(shape).astype(np.float32)
 
 
+def matmuls_table(rows: Sequence[Mapping[str, Any]]) -> Table:
+  """Return a table of times of matmuls with few rows."""
+  first = rows[0]
+  one_row_us = {row["weights"]: row["us"] for row in rows if row["rows"] == 1}
+  cells = tuple(
+    (
+      row["weights"],
+      f"{row['rows']}",
+      f"{row['us']:.0f}",
+      f"{row['us'] / one_row_us[row['weights']]:.2f}",
+      f"{row['gb_per_s']:.0f}",
+      f"{row['share_of_peak']:.0%}",
+      f"{row['hot_share_of_peak']:.0%}",
+      number_text(row["xla_us"], ".0f"),
+    )
+    for row in rows
+  )
+  return Table(
+    "Matmuls with a [512, 3072] matrix in memory",
+    ("weights", "rows", "us", "of one row", "GB/s", "of peak", "hot", "XLA, us"),
+    cells,
+    (
+      f"Medians, {first['processor']}, {first['threads']} threads, commit {first['commit']} of "
+      f"{str(first['date'])[:10]}. The peak is {first['peak_gflops']:.0f} billion operations per "
+      "second.",
+    ),
+    MATMULS_LEGEND,
+  )
+
+
 def main() -> None:
   if not skinny.is_available():
     raise SystemExit(
@@ -109,36 +139,6 @@ def main() -> None:
         **provenance(),
       )
       print(json.dumps(record), flush=True)
-
-
-def matmuls_table(rows: Sequence[Mapping[str, Any]]) -> Table:
-  """Return a table of times of matmuls with few rows."""
-  first = rows[0]
-  one_row_us = {row["weights"]: row["us"] for row in rows if row["rows"] == 1}
-  cells = tuple(
-    (
-      row["weights"],
-      f"{row['rows']}",
-      f"{row['us']:.0f}",
-      f"{row['us'] / one_row_us[row['weights']]:.2f}",
-      f"{row['gb_per_s']:.0f}",
-      f"{row['share_of_peak']:.0%}",
-      f"{row['hot_share_of_peak']:.0%}",
-      number_text(row["xla_us"], ".0f"),
-    )
-    for row in rows
-  )
-  return Table(
-    "Matmuls with a [512, 3072] matrix in memory",
-    ("weights", "rows", "us", "of one row", "GB/s", "of peak", "hot", "XLA, us"),
-    cells,
-    (
-      f"Medians, {first['processor']}, {first['threads']} threads, commit {first['commit']} of "
-      f"{str(first['date'])[:10]}. The peak is {first['peak_gflops']:.0f} billion operations per "
-      "second.",
-    ),
-    MATMULS_LEGEND,
-  )
 
 
 if __name__ == "__main__":

@@ -1,4 +1,11 @@
-"""Comparison of a draft that changes from text to text with a frozen copy of it."""
+"""Comparison of a draft that changes from text to text with a frozen copy of it.
+
+`OnlineDraft` is trained while it serves (online speculative decoding; Liu et al., 2024).
+Verification computes the target's distribution at each draft token up to the first rejected one.
+After each round, the compiled decoding program also runs one optimizer step, which moves the draft
+towards these distributions. Outputs keep the target's distribution, because the q of a draft token
+is computed with the same parameters that the token was sampled with.
+"""
 
 import collections
 import dataclasses

@@ -156,6 +156,34 @@ def random_pair(vocab_size: int) -> Models:
   return Models(decoder, params, prompts, settings, num_rounds=2, repeats=7)
 
 
+def processors_table(rows: Sequence[Mapping[str, Any]]) -> Table:
+  """Return a table of times of logits processors."""
+  sizes = sorted({row["batch_size"] for row in rows})
+  by_setting: dict[tuple[str, str], dict[int, Mapping[str, Any]]] = {}
+  for row in rows:
+    by_setting.setdefault((row["setting"], row["compared_with"]), {})[row["batch_size"]] = row
+  cells = tuple(
+    (
+      *setting,
+      *(f"{by_size[size]['ratio']:.3f}" for size in sizes),
+      *(f"{by_size[size]['added_ms']:.2f}" for size in sizes),
+    )
+    for setting, by_size in by_setting.items()
+  )
+  columns = [f"batch {size}" for size in sizes] + [f"added, ms (batch {size})" for size in sizes]
+  first = rows[0]
+  return Table(
+    "Time of logits processors and filters in a round",
+    ("setting", "compared with", *columns),
+    cells,
+    (
+      f"Gamma {first['gamma']}, medians of {first['repeats']} interleaved repeats. "
+      f"{measured_on(rows)}",
+    ),
+    PROCESSORS_LEGEND,
+  )
+
+
 def main() -> None:
   parser = argparse.ArgumentParser(description=__doc__)
   parser.add_argument("texts", nargs="?", help="file with one source per line")
@@ -212,34 +240,6 @@ def main() -> None:
         **provenance(),
       )
       print(json.dumps(record), flush=True)
-
-
-def processors_table(rows: Sequence[Mapping[str, Any]]) -> Table:
-  """Return a table of times of logits processors."""
-  sizes = sorted({row["batch_size"] for row in rows})
-  by_setting: dict[tuple[str, str], dict[int, Mapping[str, Any]]] = {}
-  for row in rows:
-    by_setting.setdefault((row["setting"], row["compared_with"]), {})[row["batch_size"]] = row
-  cells = tuple(
-    (
-      *setting,
-      *(f"{by_size[size]['ratio']:.3f}" for size in sizes),
-      *(f"{by_size[size]['added_ms']:.2f}" for size in sizes),
-    )
-    for setting, by_size in by_setting.items()
-  )
-  columns = [f"batch {size}" for size in sizes] + [f"added, ms (batch {size})" for size in sizes]
-  first = rows[0]
-  return Table(
-    "Time of logits processors and filters in a round",
-    ("setting", "compared with", *columns),
-    cells,
-    (
-      f"Gamma {first['gamma']}, medians of {first['repeats']} interleaved repeats. "
-      f"{measured_on(rows)}",
-    ),
-    PROCESSORS_LEGEND,
-  )
 
 
 if __name__ == "__main__":
