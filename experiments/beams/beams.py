@@ -20,7 +20,7 @@ from specdec_jax.core.counts import require_finite
 from specdec_jax.core.loading import DecodeSettings
 from specdec_jax.core.sampling import Sampling
 from specdec_jax.data.quality import quality
-from specdec_jax.errors import InputError, require_count, require_types
+from specdec_jax.errors import InputError
 from specdec_jax.measure.measure import settings_to_measure
 from specdec_jax.measure.records import Record
 from specdec_jax.measure.reporting.columns import records_table
@@ -73,17 +73,10 @@ def beams(
       score.
 
   Raises:
-    InputError: there is nothing to measure, an argument is out of range, the numbers of texts and
-      references differ, or a beam searcher cannot be built (`LoadedPair.beam_searcher`).
+    InputError: the numbers of texts and references differ, or a beam searcher cannot be built
+      (`LoadedPair.beam_searcher`).
   """
-  require_types(beams, locals())
-  require_count("repeats", repeats, 0)
-  require_count("max_new_tokens", max_new_tokens)
   pair.require_batch_size(batch_size)
-  if not (texts and beam_sizes and draft_beam_factors and gammas):
-    raise InputError(
-      "There is nothing to measure: no texts, beam_sizes, draft_beam_factors, or gammas."
-    )
   if references is not None and len(references) != len(texts):
     raise InputError(f"There are {len(texts)} texts but {len(references)} references.")
   decode_settings = DecodeSettings(Sampling(temperature=0.0), batch_size, max_new_tokens)

@@ -6,7 +6,6 @@ from specdec_jax.core.loading import DecodeSettings
 from specdec_jax.core.sampling import Sampling
 from specdec_jax.core.types import Verifier
 from specdec_jax.drafts.composed import LoadsDraft
-from specdec_jax.errors import require_types
 from specdec_jax.measure.measure import speed_steps
 from specdec_jax.measure.records import Record
 from specdec_jax.measure.reporting.charts import bar_chart
@@ -75,7 +74,6 @@ def compare_drafts(
     repeats: number of timed decodes of each text, interleaved with autoregressive decoding.
     seed: random seed of all sampling.
   """
-  require_types(compare_drafts, locals())
   settings = [
     DecodeSettings(Sampling(temperature), batch_size, max_new_tokens, seed)
     for temperature in temperatures

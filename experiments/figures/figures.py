@@ -27,7 +27,7 @@ from specdec_jax.commands.translate import decode_lines
 from specdec_jax.core.loading import DecodeSettings
 from specdec_jax.core.sampling import Sampling
 from specdec_jax.core.trees import chain
-from specdec_jax.errors import InputError, require_count
+from specdec_jax.errors import InputError
 from specdec_jax.measure.records import Record, key, read
 from specdec_jax.measure.reporting.rounds import Round, read_rounds
 from specdec_jax.measure.reporting.tables import sampling_text
@@ -120,11 +120,7 @@ def timeline_figure(records: Iterable[Record], num_tokens: int = 20):
     records: records of measurements.
     num_tokens: number of tokens that each row decodes. It is rounded up to whole rounds of the
       measured acceptance length.
-
-  Raises:
-    InputError: no record has all of these values, or num_tokens is less than 1.
   """
-  require_count("num_tokens", num_tokens)
   needed = ("target_prefill_ms", "draft_prefill_ms", "target_step_ms", "draft_step_ms", "verify_ms")
   groups = _by_gamma(records, (*needed, "tokens_per_round"))
   group = next(iter(groups.values()))

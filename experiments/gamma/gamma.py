@@ -24,7 +24,7 @@ from specdec_jax.core.loading import DecodeSettings
 from specdec_jax.core.sampling import Sampling, row_keys
 from specdec_jax.core.trees import chain
 from specdec_jax.core.types import DecodeResult
-from specdec_jax.errors import InputError, require_count, require_seed, require_types
+from specdec_jax.errors import InputError
 from specdec_jax.measure.calibrate import GAMMAS, calibrate
 from specdec_jax.measure.choice import Calibration
 from specdec_jax.measure.measure import settings_to_measure
@@ -104,18 +104,11 @@ def gamma(
     seed: random seed of all sampling.
 
   Raises:
-    InputError: there is nothing to measure, or an argument is out of range.
+    InputError: a batch size is out of range, or a gamma has no measured costs.
   """
-  require_types(gamma, locals())
-  require_seed(seed)
-  require_count("max_new_tokens", max_new_tokens)
-  require_count("repeats", repeats)
   for size in batch_sizes:
     pair.require_batch_size(size)
-  if not (texts and gammas and temperatures and batch_sizes):
-    raise InputError("There is nothing to measure: no texts, gammas, temperatures or batch sizes.")
   for fixed in gammas:
-    require_count("gamma", fixed)
     if fixed > GAMMAS[-1]:
       raise InputError(f"gamma is {fixed}; the calibration knows costs up to {GAMMAS[-1]}.")
 

@@ -32,7 +32,7 @@ from specdec_jax.data.text import read_lines
 from specdec_jax.drafts.heads.base import Source
 from specdec_jax.drafts.heads.stateless import SpeculatorDraft, source_of
 from specdec_jax.drafts.retrieval import Datastore, with_texts
-from specdec_jax.errors import InputError, require_count
+from specdec_jax.errors import InputError
 from specdec_jax.measure import records
 from specdec_jax.measure.measure import settings_to_measure
 from specdec_jax.measure.progress import Progress
@@ -79,7 +79,7 @@ def serve_and_learn(
     seed: random seed of all sampling.
 
   Raises:
-    InputError: the draft cannot learn, `results.jsonl` exists, or an argument is out of range.
+    InputError: the draft cannot learn, or `results.jsonl` exists.
   """
   settings = DecodeSettings(Sampling(temperature), max_new_tokens=max_new_tokens, seed=seed)
   comparison = _Comparison(pair, inputs, output_dir, num_texts, every, gamma, settings)
@@ -132,7 +132,7 @@ def serve_and_store(
     seed: random seed of all sampling.
 
   Raises:
-    InputError: the draft has no datastore, `results.jsonl` exists, or an argument is out of range.
+    InputError: the draft has no datastore, or `results.jsonl` exists.
   """
   settings = DecodeSettings(Sampling(temperature), max_new_tokens=max_new_tokens, seed=seed)
   comparison = _Comparison(pair, inputs, output_dir, num_texts, every, gamma, settings)
@@ -165,7 +165,7 @@ class _Comparison:
     settings: settings of decoding.
 
   Raises:
-    InputError: `results.jsonl` exists, or a number is not a positive integer.
+    InputError: `results.jsonl` exists.
   """
 
   pair: LoadedPair
@@ -177,8 +177,6 @@ class _Comparison:
   settings: DecodeSettings
 
   def __post_init__(self):
-    for name in ("num_texts", "every", "gamma"):
-      require_count(name, getattr(self, name))
     if self._results.exists():
       raise InputError(f"{self._results} is there already; delete it, or give another output_dir.")
 

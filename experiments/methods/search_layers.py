@@ -30,7 +30,7 @@ from specdec_jax.drafts.layer_skip import (
   logits_at_each_token,
   of_layers,
 )
-from specdec_jax.errors import InputError, require_count, require_seed, require_types
+from specdec_jax.errors import InputError
 from specdec_jax.measure.alpha import (
   Estimate,
   acceptance_and_change,
@@ -89,17 +89,10 @@ def search_layers(
     seed: random seed of sampling and of the search.
 
   Raises:
-    InputError: there are no texts, an argument is out of range, the decoder of the target has only
-      one layer, or acceptance is simulated.
+    InputError: the decoder of the target has only one layer, or acceptance is simulated.
   """
-  require_types(search_layers, locals())
-  require_seed(seed)
-  require_count("max_candidates", max_candidates)
-  require_count("max_new_tokens", max_new_tokens)
   pair.require_batch_size(batch_size)
   num_layers = decoder_of(pair.target).config.num_decoder_layers
-  if not texts:
-    raise InputError("There is nothing to measure: no texts.")
   if num_layers == 1:
     raise InputError("The decoder of the target has one layer, which layer skipping cannot skip.")
   if pair.simulated_alpha is not None:

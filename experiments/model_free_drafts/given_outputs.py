@@ -23,7 +23,7 @@ from specdec_jax.core.loading import DecodeSettings, LoadedTarget, load_draft
 from specdec_jax.core.sampling import Sampling, row_keys
 from specdec_jax.core.trees import AnyTree, NodeLayout, chain, place_chain
 from specdec_jax.data.vocabulary import PAD_ID, Vocabulary, padded
-from specdec_jax.errors import InputError, require_count, require_types
+from specdec_jax.errors import InputError
 from specdec_jax.measure.alpha import draft_probs, lag1_correlation, mean_with_interval
 from specdec_jax.measure.measure import settings_to_measure
 from specdec_jax.measure.records import Record
@@ -137,16 +137,8 @@ def given_outputs(
     paper_target: name of a target in the column `m_p` of Table 3.
 
   Raises:
-    InputError: there are no texts, drafts or gammas, the numbers of sources and outputs differ, or
-      an argument is out of range.
+    InputError: the numbers of sources and outputs differ.
   """
-  require_types(given_outputs, locals())
-  require_count("max_source_tokens", max_source_tokens)
-  require_count("max_new_tokens", max_new_tokens)
-  for gamma in gammas:
-    require_count("gamma", gamma)
-  if not (sources and drafts and gammas):
-    raise InputError("There is nothing to measure: no texts, no drafts, or no gammas.")
   if len(sources) != len(outputs):
     raise InputError(
       f"There are {len(sources)} sources but {len(outputs)} outputs; give one output for each "

@@ -33,7 +33,6 @@ from specdec_jax.core.sampling import Sampling, row_keys
 from specdec_jax.core.trees import chain
 from specdec_jax.core.types import DecodeResult
 from specdec_jax.core.verify.tokens import TokenVerifier
-from specdec_jax.errors import InputError, require_count, require_seed, require_types
 from specdec_jax.measure import records
 from specdec_jax.measure.measure import settings_to_measure
 from specdec_jax.measure.records import Record
@@ -85,16 +84,7 @@ def peers(
       again.
     repeats: number of repeats of each timed decode, interleaved.
     seed: seed of all sampling.
-
-  Raises:
-    InputError: there are no comparisons, a comparison has no texts or gammas, or an argument is out
-      of range.
   """
-  require_types(peers, locals())
-  require_seed(seed)
-  require_count("repeats", repeats)
-  if not comparisons:
-    raise InputError("There is nothing to measure: no comparisons.")
   console, installed = Console(markup=False), [OWN_BASELINE]
   for backend in backends:
     if missing := backend.missing_packages():
@@ -126,8 +116,6 @@ def _compare(
 ) -> list[Record]:
   """Measure the settings that `results` lacks, and return the records of all settings."""
   workload = comparison.workload
-  if not (workload.texts and workload.gammas):
-    raise InputError("There is nothing to measure: no texts, or no gammas.")
   supported = {b.name: b for b in backends if b.supports(comparison, sampling)}
   settings = [
     dataclasses.replace(setting, beams=workload.beams, draft_beams=workload.draft_beams)

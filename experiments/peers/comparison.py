@@ -25,7 +25,7 @@ from specdec_jax.core.types import DecodeResult, Params
 from specdec_jax.data.vocabularies import open_vocabulary
 from specdec_jax.data.vocabulary import Vocabulary
 from specdec_jax.drafts.composed import LoadsDraft
-from specdec_jax.errors import InputError, require_types
+from specdec_jax.errors import InputError
 from specdec_jax.measure.speed import own_baseline
 from specdec_jax.models.config import T5Config
 from specdec_jax.models.simulated import SimulatedModel
@@ -78,7 +78,6 @@ class Workload:
   draft_beams: int | None = None
 
   def __post_init__(self):
-    require_types(Workload, vars(self))
     if self.beams is not None and any(self.temperatures):
       raise InputError(
         f"temperatures are {self.temperatures}, but a beam search samples nothing; set them to "
@@ -216,11 +215,7 @@ def trained(
       instead of `draft`; other backends do not. None to use `draft`.
     precisions: precisions of this package; each is measured. Two that load the same weights, such
       as 'float' and 'stored' for a float32 checkpoint, are measured once.
-
-  Raises:
-    InputError: the target or the draft is not a T5.
   """
-  require_types(trained, locals())
   vocabulary = vocabulary or vocabulary_of(target)
   if task is None and is_bundled(target):
     task = EMBEDDED.name
@@ -266,7 +261,6 @@ def random(
       vocabulary, as in a draft of the most frequent tokens (`pairs.frequent_tokens`); None for all.
     precisions: see `trained`.
   """
-  require_types(random, locals())
   workload = Workload(texts, gammas, temperatures=(0.0,), max_new_tokens=max_new_tokens)
   vocabulary, task = str(EMBEDDED / "vocabulary.model"), f"simulated, alpha {alpha:g}"
   extra_ids = t5_config(target, version).vocab_size - len(open_vocabulary(vocabulary))

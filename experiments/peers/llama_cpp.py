@@ -15,7 +15,6 @@ import numpy as np
 
 from experiments.peers.comparison import Backend, Comparison, Generate
 from specdec_jax.checkpoints.pretrained import open_arrays, read_config
-from specdec_jax.errors import require_types
 from specdec_jax.models.t5 import EOS_ID, PAD_ID
 
 ComputeType = Literal["float32", "bfloat16", "q8_0"]
@@ -34,7 +33,6 @@ def greedy(compute_type: ComputeType = "float32", python: str | None = None) -> 
       'float32', keys and values are cached in float32, otherwise in float16.
     python: Python of a virtual environment that has the packages; see `Backend`.
   """
-  require_types(greedy, locals())
   is_float32 = compute_type == "float32"
   return Backend(
     "llama_cpp" if is_float32 else f"llama_cpp_{compute_type}",

@@ -22,7 +22,6 @@ from specdec_jax.core.loading import DecodeSettings, LoadedTarget, load_draft
 from specdec_jax.core.sampling import Sampling
 from specdec_jax.core.trees import chain
 from specdec_jax.core.types import DecodeResult
-from specdec_jax.errors import InputError, require_count, require_seed, require_types
 from specdec_jax.measure.alpha import Acceptance, mean_with_interval, measure_alpha
 from specdec_jax.measure.autoregressive import generate
 from specdec_jax.measure.measure import settings_to_measure
@@ -65,18 +64,8 @@ def acceptance(
     min_tokens: minimum number of generated tokens to measure on; the paper uses 10,000.
     seed: random seed of all sampling.
     leniences: values of the lenience l (Appendix A.5); each is measured, and 1 is exact.
-
-  Raises:
-    InputError: there is nothing to measure, or an argument is out of range.
   """
-  require_types(acceptance, locals())
-  require_seed(seed)
-  counts = dict(min_tokens=min_tokens, gamma=gamma, max_new_tokens=max_new_tokens)
-  for name, value in counts.items():
-    require_count(name, value)
   pair.require_batch_size(batch_size)
-  if not (texts and samplings and leniences):
-    raise InputError("There is nothing to measure: no texts, no samplings, or no leniences.")
   factories = [load_draft(draft, pair.loaded_target) for draft in drafts]
   pairs = [pair, *(pair.with_draft(factory) for factory in factories)]
   settings_of = functools.partial(DecodeSettings, batch_size=batch_size, seed=seed)

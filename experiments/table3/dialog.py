@@ -15,7 +15,7 @@ from collections.abc import Sequence
 
 from specdec_jax.data.text import read_lines
 from specdec_jax.data.vocabularies import open_vocabulary
-from specdec_jax.errors import InputError, require_count, require_types
+from specdec_jax.errors import InputError
 
 
 def prompt(turns: Sequence[str], speakers: tuple[str, str] = ("A", "B"), first: int = 0) -> str:
@@ -53,14 +53,13 @@ def read_dialogs(
     speakers: names of the speakers; the first one has the first turn.
 
   Raises:
-    InputError: a line is not a dialog, or its last turn alone exceeds `max_tokens`.
+    InputError: the last turn of a dialog alone exceeds `max_tokens`.
   """
-  require_types(read_dialogs, locals())
-  require_count("max_tokens", max_tokens)
   words = open_vocabulary(vocabulary)
   prompts = []
   for number, line in enumerate(read_lines(path, limit), 1):
-    turns = _turns(line, f"line {number} of {path}")
+    value = json.loads(line)
+    turns = value["turns"] if isinstance(value, dict) else value
     for first in range(max(1, len(turns))):
       text = prompt(turns[first:], speakers, first)
       if (size := len(words.encode(text))) <= max_tokens:
@@ -72,18 +71,3 @@ def read_dialogs(
       )
     prompts.append(text)
   return prompts
-
-
-def _turns(line: str, where: str) -> list[str]:
-  """Return the turns of the dialog in a line of a file."""
-  try:
-    value = json.loads(line)
-  except ValueError as error:
-    raise InputError(f"{where} is not JSON: {error}.") from error
-  turns = value.get("turns") if isinstance(value, dict) else value
-  if not (isinstance(turns, list) and all(isinstance(turn, str) for turn in turns)):
-    raise InputError(
-      f"{where} is not a dialog; expected a list of strings, one per turn, or an object with such "
-      'a list as "turns".'
-    )
-  return turns

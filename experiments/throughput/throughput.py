@@ -17,7 +17,6 @@ from specdec_jax.core.sampling import Sampling
 from specdec_jax.core.trees import AnyTree, chain
 from specdec_jax.core.types import DecodeResult
 from specdec_jax.data.text import read_lines
-from specdec_jax.errors import require_count, require_types
 from specdec_jax.measure import records
 from specdec_jax.measure.measure import settings_to_measure
 from specdec_jax.measure.progress import Progress
@@ -64,14 +63,7 @@ def measure_throughput(
     max_new_tokens: maximum number of tokens of each output.
     repeats: number of timed repeats.
     seed: random seed of all sampling.
-
-  Raises:
-    InputError: an argument is out of range.
   """
-  require_types(measure_throughput, locals())
-  require_count("repeats", repeats)
-  for gamma in gammas:
-    require_count("gamma", gamma, 0)
   combinations = [*itertools.product(zip(inputs, num_texts, strict=True), batch_sizes, gammas)]
   with records.open_results(output_dir) as path, Progress() as bar:
     task = bar.add_task("measuring", total=len(combinations))

@@ -24,7 +24,6 @@ from specdec_jax.core.trees import AnyTree, DynamicTree, Tree, chain
 from specdec_jax.core.types import DecodeResult, Verifier
 from specdec_jax.core.verify.blocks import BlockVerifier
 from specdec_jax.core.verify.tokens import TokenVerifier
-from specdec_jax.errors import InputError, require_count, require_seed, require_types
 from specdec_jax.measure.alpha import positional_acceptance, ratio_with_interval
 from specdec_jax.measure.autoregressive import generate
 from specdec_jax.measure.costs import Costs, measure_costs
@@ -96,22 +95,8 @@ def trees(
     seed: random seed of all sampling.
     report_examples: number of texts per sampling method whose rounds are in the report. They are
       decoded with the first verifier. The rounds of the first of these texts are printed, too.
-
-  Raises:
-    InputError: there is nothing to measure, or an argument is out of range.
   """
-  require_types(trees, locals())
-  require_seed(seed)
-  counts = dict(calibration_texts=calibration_texts, calibration_tokens=calibration_tokens)
-  counts |= dict(max_new_tokens=max_new_tokens, min_tokens=min_tokens)
-  for name, value in counts.items():
-    require_count(name, value)
   pair.require_batch_size(batch_size)
-  if not (samplings and verifiers and len(texts) > calibration_texts):
-    raise InputError(
-      "There is nothing to measure: no samplings, no verifiers, or no texts after the "
-      "calibration_texts."
-    )
   to_calibrate, rest = texts[:calibration_texts], texts[calibration_texts:]
   with_first_verifier = pair._replace(verifier=verifiers[0])
   # Filled by `steps`: settings and first tree of each sampling method, for the report.
