@@ -2,6 +2,15 @@
 
 python scripts/quote.py            # rewrite README.md and experiments/
 python scripts/quote.py --check    # list outdated pages without rewriting them
+
+A page contains blocks such as
+
+    <!-- table: 4 experiments/table4/results.jsonl -->
+    ...
+    <!-- end of table -->
+
+The text between the two comments is the named table of the named records. It is never edited by
+hand.
 """
 
 import argparse
@@ -9,39 +18,47 @@ import dataclasses
 import functools
 import os
 import pathlib
-from collections.abc import Iterator, Sequence
+import re
+import sys
+from collections.abc import Iterator
 
-from experiments.paper.pages import quoted
-from experiments.paper.tabulate import CHECKOUT, named_table
+sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))  # for `experiments`
+
+from experiments.tables import named_table
 from specdec_jax.atomic_files import atomic_write
 from specdec_jax.measure.reporting.formats import render
 
-METRICS = CHECKOUT / "docs" / "metrics.md"
+ROOT = pathlib.Path(__file__).resolve().parents[1]
+BLOCK = re.compile(r"(<!-- table: ([^\n]*?) -->\n).*?(<!-- end of table -->)", re.DOTALL)
 
 
 def pages() -> list[pathlib.Path]:
   """Return the paths of all pages that can contain generated tables."""
-  return [CHECKOUT / "README.md", *sorted(CHECKOUT.glob("experiments/**/*.md"))]
+  return [ROOT / "README.md", *sorted(ROOT.glob("experiments/**/*.md"))]
 
 
 def outdated() -> Iterator[tuple[pathlib.Path, str]]:
   """Yield the path of each page with outdated tables, and the text of the page with new tables."""
   for path in pages():
     page = path.read_text(encoding="utf-8")
-    current = quoted(page, functools.partial(_markdown, path.parent))
+    current = BLOCK.sub(functools.partial(regenerated, path.parent), page)
     if current != page:
       yield path, current
 
 
-def _markdown(folder: pathlib.Path, words: Sequence[str]) -> str:
+def regenerated(folder: pathlib.Path, block: re.Match) -> str:
+  return block[1] + markdown(folder, block[2]) + block[3]
+
+
+def markdown(folder: pathlib.Path, words: str) -> str:
   """Format a table for a page in `folder`, with a link to the metrics page as its legend.
 
   `words` are the name of the table and its files of records.
   """
-  name, *files = words
-  table = named_table(name, [CHECKOUT / file for file in files])
+  name, *files = words.split()
+  table = named_table(name, [ROOT / file for file in files])
   if table.legend:
-    link = f"[Meaning of the columns]({os.path.relpath(METRICS, folder)})."
+    link = f"[Meaning of the columns]({os.path.relpath(ROOT / 'docs' / 'metrics.md', folder)})."
     table = dataclasses.replace(table, notes=(*table.notes, link), legend={})
   return render(table, "markdown")
 
@@ -53,7 +70,7 @@ def main() -> None:
   )
   check, changed = parser.parse_args().check, [*outdated()]
   for path, current in changed:
-    print(path.relative_to(CHECKOUT))
+    print(path.relative_to(ROOT))
     if not check:
       with atomic_write(path) as file:
         file.write(current)

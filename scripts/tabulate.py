@@ -4,14 +4,17 @@
 
 Table 1 is computed and takes no records. `--table measured` shows any records of measured speeds.
 `--table status` shows the reproduction status of each number that the paper prints, from the
-`experiments` of this checkout.
+`experiments` of this clone.
 """
 
 import argparse
+import pathlib
+import sys
 
-from experiments.paper.tabulate import named_table
-from specdec_jax.atomic_files import atomic_write, require_distinct_files
-from specdec_jax.errors import InputError
+sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))  # for `experiments`
+
+from experiments.tables import LINES, PATHS, RECORDS, named_table
+from specdec_jax.atomic_files import atomic_write
 from specdec_jax.measure.reporting.formats import render
 
 
@@ -20,25 +23,19 @@ def main() -> None:
   parser.add_argument(
     "results", nargs="*", help="files of records; for equal settings the last record is used"
   )
-  parser.add_argument("--table", required=True, help="1 to 5, measured or status")
+  names = ["1", "2", "3", "4", "5", *RECORDS, *LINES, *PATHS]
+  parser.add_argument("--table", required=True, choices=names)
   parser.add_argument(
     "--format", default="terminal", help="terminal (default), markdown, csv or latex"
   )
   parser.add_argument("--output", help="output file; defaults to standard output")
   args = parser.parse_args()
-  try:
-    if args.output:
-      require_distinct_files(args.output, *args.results)
-    text = render(named_table(args.table, args.results), args.format)
-    if args.output:
-      with atomic_write(args.output) as file:
-        file.write(text)
-    else:
-      print(text, end="")
-  except InputError as error:
-    parser.exit(2, f"error: {error}\n")
-  except OSError as error:
-    parser.exit(2, f"error: cannot use '{error.filename}': {error.strerror}.\n")
+  text = render(named_table(args.table, args.results), args.format)
+  if args.output:
+    with atomic_write(args.output) as file:
+      file.write(text)
+  else:
+    print(text, end="")
 
 
 if __name__ == "__main__":

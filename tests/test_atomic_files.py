@@ -14,11 +14,11 @@ import sys
 import threading
 
 import pytest
+from specdec_jax.user_errors import format_error
 
 from specdec_jax import atomic_files
 from specdec_jax.atomic_files import atomic_write, require_distinct_files
 from specdec_jax.errors import InputError
-from specdec_jax.user_errors import format_error
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 BOTH = pytest.mark.parametrize("exclusive", [False, True], ids=["shared", "exclusive"])

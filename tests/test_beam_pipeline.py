@@ -15,6 +15,7 @@ import types
 import gin
 import pytest
 import tiny_pair
+from specdec_jax.user_errors import format_error
 
 from specdec_jax import run as command_line
 from specdec_jax.commands.translate import count_records, decode_lines
@@ -24,7 +25,6 @@ from specdec_jax.core.trees import chain
 from specdec_jax.errors import InputError
 from specdec_jax.measure import calibrate
 from specdec_jax.serve.decode import decode
-from specdec_jax.user_errors import format_error
 
 pytest.importorskip("apache_beam", reason="Apache Beam is not installed")
 beam_pipeline = importlib.import_module("specdec_jax.serve.beam_pipeline")

@@ -11,7 +11,6 @@ import pytest
 import tiny
 import tiny_pair
 
-from experiments.beams import beams as bench_beams
 from specdec_jax.beams import (
   BeamDraft,
   BeamResult,
@@ -33,7 +32,6 @@ from specdec_jax.drafts.heads import speculator_config
 from specdec_jax.drafts.model import ModelDraft
 from specdec_jax.drafts.prompt_lookup import PromptLookupDraft
 from specdec_jax.errors import InputError
-from specdec_jax.measure import records
 from specdec_jax.models.gpt import GPTModel
 from specdec_jax.models.partitioning import PartitionedModel, make_mesh
 from specdec_jax.models.t5 import T5Model
@@ -593,54 +591,3 @@ def test_plain_search_equals_t5x(num_beams):
   result = plain(case, num_beams)
   np.testing.assert_array_equal(result.tokens, np.flip(texts, axis=1)[..., :LIMIT])
   np.testing.assert_allclose(result.scores, np.flip(scores, axis=1), rtol=0, atol=1e-5)
-
-
-# The comparison of speculative with plain beam search.
-
-
-def result_of(tokens, scores) -> BeamResult:
-  """Return a result with texts of one token."""
-  tokens = np.asarray(tokens)[..., None]
-  ones = np.ones(tokens.shape[:2], int)
-  return BeamResult(tokens, ones, np.asarray(scores), ones, ones[0, 0], ones[0])
-
-
-def test_only_texts_with_equal_scores_may_change_places():
-  plain = result_of([[3, 4, 5]] * 6, [[-1.0, -2.0, -2.0]] * 6)
-  others = result_of(
-    [[3, 4, 5], [3, 5, 4], [4, 3, 5], [3, 4, 6], [6, 4, 5], [3, 4, 5]],
-    [[-1.0, -2.0, -2.0]] * 5 + [[-1.0, -2.0, -2.1]],
-  )
-  same, tied = bench_beams.compare(plain, others)
-  assert same.tolist() == [True, True, False, True, False, False]
-  assert tied.tolist() == [False, True, False, True, False, False]
-
-
-def test_speculative_search_is_measured_against_plain_search(tmp_path, capsys):
-  texts, pair = tiny_pair.SENTENCES[:5], tiny_pair.pair()
-  settings = dict(
-    beam_sizes=[2], draft_beam_factors=[2], gammas=[2], batch_size=2, max_new_tokens=10
-  )
-  bench_beams.beams(pair, texts, str(tmp_path), **settings, repeats=1, references=texts)
-  measured = records.read(str(tmp_path / "results.jsonl"))
-  assert [(r.beams, r.draft_beams, r.gamma) for r in measured] == [(2, 4, 2)]
-  for r in measured:
-    assert r.identical and r.ties == 0 and 1 < r.tokens_per_round <= 3
-    assert r.speedup > 0 and r.predicted_measured_cost == pytest.approx(
-      r.tokens_per_round * r.target_step_ms / r.round_ms
-    )
-    assert r.quality == r.baseline_quality and r.num_examples == 5
-  plain = tmp_path / "plain"
-  plain_settings = settings | dict(draft_beam_factors=[1], gammas=[0])
-  bench_beams.beams(pair, texts, str(plain), **plain_settings, repeats=0)
-  (r,) = records.read(str(plain / "results.jsonl"))
-  assert (r.gamma, r.beam_nodes, r.tokens_per_round, r.identical) == (0, 2, 1.0, True)
-  bench_beams.beams(pair, texts, str(tmp_path), **settings, repeats=1)
-  assert len(records.read(str(tmp_path / "results.jsonl"))) == 1, "no setting is measured twice"
-  assert "speedup" in capsys.readouterr().out
-  counted = tmp_path / "counted"
-  bench_beams.beams(pair, texts, str(counted), **settings, repeats=0, references=texts)
-  fields = "identical", "rounds", "tokens_per_round", "num_tokens", "quality", "beam_nodes"
-  for untimed, r in zip(records.read(str(counted / "results.jsonl")), measured, strict=True):
-    assert [getattr(untimed, name) for name in fields] == [getattr(r, name) for name in fields]
-    assert untimed.speedup is None

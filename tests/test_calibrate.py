@@ -2,7 +2,6 @@
 
 import dataclasses
 import json
-from unittest import mock
 
 import jax
 import numpy as np
@@ -10,8 +9,6 @@ import pytest
 import tiny_pair
 from tiny import autoregressive_decode
 
-from experiments.gamma import gamma as bench_gamma
-from experiments.gamma import oracles
 from specdec_jax.commands.translate import decode_lines, translate
 from specdec_jax.core.loading import DecodeSettings
 from specdec_jax.core.sampling import Sampling, row_keys
@@ -21,7 +18,6 @@ from specdec_jax.measure import calibrate, choice
 from specdec_jax.measure.calibrate import cache_key, get_or_compute, resolve_gammas, resolve_tree
 from specdec_jax.measure.choice import choose, choose_tree
 from specdec_jax.measure.costs import Costs
-from specdec_jax.measure.records import read
 from specdec_jax.theory import best_tree, expected_rounds, text_improvement, tree_rates, tree_tokens
 
 GREEDY = Sampling(0.0)
@@ -430,66 +426,3 @@ def test_auto_chooses_and_tries_a_tree(tmp_path, monkeypatch, capsys):
   assert said.startswith("a tree of 4 nodes was chosen: alpha ")
   assert "; tried, 1.25 times as fast as the chain." in said
   assert "; the best tree, 4 nodes of depth 2, has a predicted speedup of " in said
-
-
-# Upper bounds for choosing gamma adaptively.
-
-
-def best_by_trying(stands, cost):
-  if len(stands) == 0:
-    return 0.0
-  gains = []
-  for g in range(len(cost)):
-    n = int(np.cumprod(stands[:g]).sum())
-    gains.append(cost[g] + best_by_trying(stands[n + 1 :], cost))
-  return min(gains)
-
-
-@pytest.mark.parametrize("seed", range(5))
-def test_decoding_times_of_a_text(seed):
-  rng = np.random.default_rng(seed)
-  stands, cost = rng.random(9) < 0.7, [1.0, 1.3, 1.5, 2.1]
-  fixed, best = oracles.times(stands, cost)
-  assert best == pytest.approx(best_by_trying(stands, cost)) and best <= fixed.min()
-  for g in range(4):
-    left, rounds = stands, 0
-    while len(left):
-      left, rounds = left[int(np.cumprod(left[:g]).sum()) + 1 :], rounds + 1
-    assert fixed[g] == pytest.approx(rounds * cost[g])
-
-
-def test_policies_are_measured(tmp_path, capsys, monkeypatch):
-  """The experiment runs on the tiny pair with a given calibration; an oracle knows all rounds."""
-  made = choose(0.8, costs(), LENGTHS)
-  made = made._replace(gamma=2, c=made.c[:3], v=made.v[:3], speedups=made.speedups[:3])
-  calibrated = mock.create_autospec(calibrate.calibrate, return_value=made)
-  monkeypatch.setattr(bench_gamma, "calibrate", calibrated)
-  lines, pair = [tiny_pair.SENTENCES[i] for i in (0, 33)], tiny_pair.pair()
-  settings = dict(gammas=(1, 2), temperatures=(0.0,), batch_sizes=(1,), max_new_tokens=12)
-  settings |= dict(thresholds=(0.0,))  # never stops: decodes as the largest gamma does
-  stands, acceptances = [], bench_gamma.acceptances
-
-  def noted(*args):
-    return stands.extend(found := acceptances(*args)) or found
-
-  monkeypatch.setattr(bench_gamma, "acceptances", noted)
-  bench_gamma.gamma(pair, lines, str(tmp_path), **settings, repeats=1)
-  measured = read(str(tmp_path / "results.jsonl"))
-  by_name = {(r.draft.rpartition(", ")[2], r.gamma): r for r in measured}
-  names = [name for name, _ in by_name]
-  assert names[:3] == ["oracle of a gamma", "oracle of each text", "oracle of each round"]
-  assert names[-1] == "adaptive" and names.count("fixed") == 2 and "autoregressive" in names
-  assert all(r.identical for r in measured if r.rounds)
-  assert by_name["stops below 0", 2].rounds == by_name["fixed", 2].rounds
-  assert by_name["confidence: entropy bound", 1].auc > 0.5
-  for g in (1, 2):
-    rounds = sum(oracles.times(row > 0.5, [1.0, 1.0, 1.0])[0][g] for row in stands)
-    assert by_name["fixed", g].rounds == rounds
-  assert set(np.concatenate(stands)) == {0.0, 1.0}
-  for row in stands:  # with given costs, because noise may make measured ones negative
-    fixed, best = oracles.times(row > 0.5, [1.0, 1.2, 1.4])
-    assert best <= fixed.min() + 1e-9
-  said = capsys.readouterr().out
-  assert f"temperature 0, batch 1: {made}." in " ".join(said.split())
-  bench_gamma.gamma(pair, lines, str(tmp_path), **settings, repeats=1)  # measured already
-  assert read(str(tmp_path / "results.jsonl")) == measured and calibrated.call_count == 1

@@ -23,7 +23,7 @@ from test_reporting import (
   pieces,
 )
 
-from experiments.reports import lengths_report
+from experiments.trees.trees import lengths_report
 from specdec_jax.commands import speedup
 from specdec_jax.commands.quickstart import quickstart
 from specdec_jax.measure import measure as measuring

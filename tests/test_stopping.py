@@ -1,7 +1,5 @@
 """Test drafts that stop early: proposals, verified lengths, and predictors of acceptance."""
 
-import functools
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -11,8 +9,6 @@ from test_backoff import written
 from test_contract import LIMIT, t5
 from test_speculative import CONFIG
 
-from experiments.gamma import oracles
-from experiments.gamma.stopping import auc, in_a_row, stopped_speedup
 from specdec_jax.core.counts import acceptance_by_position
 from specdec_jax.core.decode import Decoder, NullDraft
 from specdec_jax.core.sampling import Sampling
@@ -26,9 +22,7 @@ from specdec_jax.drafts.stop_at_miss import StopAtMissDraft
 from specdec_jax.drafts.stopping import AdaptiveStoppingDraft, StoppingDraft
 from specdec_jax.drafts.uniform import UniformDraft
 from specdec_jax.errors import InputError
-from specdec_jax.measure.choice import Calibration
 
-RNG = np.random.default_rng(0)
 GAMMA = 4
 KEY = jax.random.key(0)
 
@@ -107,38 +101,6 @@ def test_threshold_follows_the_acceptance_rate_of_the_rounds():
   got, _ = jax.jit(draft.propose)(models.params, state, context, keys)
   fixed, _ = jax.jit(StoppingDraft(whole, want).propose)(models.params, state.inner, context, keys)
   np.testing.assert_array_equal(got.tokens, fixed.tokens)
-
-
-def test_auc_of_a_confidence_score():
-  chances, scores = RNG.random(40).round(1), RNG.integers(0, 8, 40)
-  pairs = [
-    (a * (1 - b), 0.5 if x == y else float(x > y))
-    for a, x in zip(chances, scores)
-    for b, y in zip(chances, scores)
-  ]
-  weights, higher = zip(*pairs)
-  assert auc(chances, scores) == pytest.approx(np.average(higher, weights=weights))
-  stood = (RNG.random(40) < 0.5).astype(float)
-  assert auc(stood, stood) == 1 and auc(stood, -stood) == 0
-  rows = [np.array([0.5, 0.2, 0.1]), np.array([0.3]), np.array([0.4, 1.0])]
-  np.testing.assert_allclose(in_a_row(rows, 2), [0.1, 0.02, 0.4])
-
-
-def test_predicted_speed_of_stopping():
-  """Never stopping equals a fixed gamma, always stopping gamma 1; the oracle lies between these."""
-  texts = [(RNG.random(12) < 0.7).astype(float) for _ in range(20)]
-  costs = (0.0, 0.3, 0.3, 0.3), (1.0, 1.1, 1.2, 1.3)
-  known = Calibration(3, 0.7, *costs, speedups=(1.0,) * 4, starts=(2.0, 0.5))
-  every = [known.round_cost(gamma) for gamma in range(4)]
-  fixed, best = map(np.array, zip(*(oracles.times(row > 0.5, every) for row in texts)))
-
-  def speed(rounds):
-    return (12 * 20 + 20 * 2.0) / (20 * 2.5 + rounds)
-
-  stopped = functools.partial(stopped_speedup, texts, texts, known, max_gamma=3)
-  assert stopped(threshold=0.0) == pytest.approx(speed(fixed[:, 3].sum()))
-  assert stopped(threshold=1.1) == pytest.approx(speed(fixed[:, 1].sum()))
-  assert speed(fixed[:, 1:].sum(axis=0).min()) < stopped(threshold=0.5) < speed(best.sum())
 
 
 def test_drafts_that_cannot_stop_early_raise():

@@ -1,6 +1,5 @@
 """Test the closed forms of Section 3 against the numbers in the paper and against simulation."""
 
-import pathlib
 from fractions import Fraction
 
 import numpy as np
@@ -24,12 +23,10 @@ from specdec_jax.theory import (
   walltime_improvement,
 )
 
-PAPER = pathlib.Path(__file__).resolve().parents[1] / "configs"
-
 # Numbers in the paper.
 
 
-@pytest.mark.parametrize("row", load_table(1, PAPER), ids=str)
+@pytest.mark.parametrize("row", load_table(1), ids=str)
 def test_table_1_follows_from_alpha_and_gamma(row):
   alpha, gamma, speed = row["alpha"], row["gamma"], row["speed"]
   assert walltime_improvement(alpha, gamma, c=0.0) == pytest.approx(speed, abs=0.0051)
@@ -50,14 +47,14 @@ C_WITHIN_ROUNDING = {"T5-small": 0.02, "T5-base": 0.04, "T5-large": 0.107}
 
 def test_table_4_follows_from_printed_values_except_three_cells():
   differences = {}
-  for row in load_table(4, PAPER):
+  for row in load_table(4):
     exp = walltime_improvement(row["alpha"], row["gamma"], row["c"])
     if abs(exp - row["exp"]) > 0.05:
       differences[row["task"], row["m_q"], row["temperature"]] = (round(float(exp), 2), row["exp"])
   assert differences == EXP_DIFFERENCES
 
 
-@pytest.mark.parametrize("row", load_table(4, PAPER), ids=str)
+@pytest.mark.parametrize("row", load_table(4), ids=str)
 def test_table_4_agrees_with_theorem_8_within_rounding(row):
   c = C_WITHIN_ROUNDING[row["m_q"]]
   assert abs(c - row["c"]) <= 0.005
@@ -66,7 +63,7 @@ def test_table_4_agrees_with_theorem_8_within_rounding(row):
 
 
 def test_table_5_at_temperature_0_agrees_with_theorem_8():
-  rows = [row for row in load_table(5, PAPER) if row["temperature"] == 0]
+  rows = [row for row in load_table(5) if row["temperature"] == 0]
   for row in rows:
     speed = walltime_improvement(row["alpha"], row["gamma"], row["c"])
     assert speed == pytest.approx(row["speed"], abs=0.05)
@@ -77,9 +74,7 @@ def test_table_5_at_temperature_0_agrees_with_theorem_8():
 def test_table_5_at_temperature_1_is_faster_than_theorem_8(lenience):
   """Appendix A.5 does not state gamma. No gamma gives its speeds, for any alpha and c that round to
   the printed values."""
-  (row,) = (
-    r for r in load_table(5, PAPER) if r["lenience"] == lenience and r["speed"] and not r["gamma"]
-  )
+  (row,) = (r for r in load_table(5) if r["lenience"] == lenience and r["speed"] and not r["gamma"])
   speeds = walltime_improvement(row["alpha"] + 0.005, np.arange(100), row["c"] - 0.0005)
   assert speeds.max() < row["speed"] - 0.05
 

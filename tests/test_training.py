@@ -15,7 +15,7 @@ import tiny_pair
 from jax.experimental.compilation_cache import compilation_cache
 from scipy import special
 
-from experiments.paper.tabulate import named_table
+from experiments.tables import named_table
 from specdec_jax.checkpoints.folder import load_model, save_model
 from specdec_jax.commands import train as commands
 from specdec_jax.core.sampling import Sampling, row_keys

@@ -2,8 +2,6 @@
 
 import functools
 import itertools
-import json
-import pathlib
 from unittest import mock
 
 import jax
@@ -13,10 +11,6 @@ import pytest
 import tiny
 import tiny_pair
 
-from experiments.record_tables import lengths_table
-from experiments.tpu_v4.tree_speeds import dynamic_speeds_table, tree_speeds_table
-from experiments.trees import trees as bench_trees
-from experiments.trees.trees import trees
 from specdec_jax import theory
 from specdec_jax.core.sampling import Sampling, row_keys
 from specdec_jax.core.trees import (
@@ -36,9 +30,7 @@ from specdec_jax.drafts.dynamic import DynamicDraft
 from specdec_jax.drafts.forest import joined_at_root
 from specdec_jax.drafts.model import ModelDraft
 from specdec_jax.errors import InputError
-from specdec_jax.measure import records
 from specdec_jax.measure.alpha import measure_alpha, positional_acceptance
-from specdec_jax.measure.costs import Costs
 from specdec_jax.models.t5 import T5Model
 from specdec_jax.pairs import forest_draft, tree_draft, verifier_name
 
@@ -251,70 +243,6 @@ def test_positional_acceptance_agrees_with_the_rounds_of_decoding():
   assert greedy_acceptance.sum() == pytest.approx(1)  # all tokens are proposed
   alpha = measure_alpha(pair, *texts, greedy, lenience=0.3).alpha.mean
   assert greedy_acceptance[0] == pytest.approx(alpha)
-
-
-def test_acceptance_lengths_are_recorded(tmp_path, capsys, monkeypatch):
-  costs = Costs(2.0, 0.2, 2.5, 0.1, 1.0, 1.0)  # test_measure.py tests measured costs
-  monkeypatch.setattr(bench_trees, "measure_costs", lambda pair, trees, *rest: [costs] * len(trees))
-  settings = dict(
-    texts=tiny_pair.SENTENCES[:40],
-    output_dir=str(tmp_path),
-    samplings=[Sampling(temperature=0.0)],
-    gammas=(2,),
-    shapes=((4, 2),),
-    dynamic=((5, 2),),
-    verifiers=(TokenVerifier,),
-    calibration_texts=8,
-    calibration_tokens=50,
-    max_new_tokens=12,
-    min_tokens=200,
-  )
-  trees(tiny_pair.pair("near"), **settings)
-  measured = records.read(tmp_path / "results.jsonl")
-  stdout = capsys.readouterr().out
-  page = (tmp_path / "report.html").read_text(encoding="utf-8")
-  assert [(r.temperature, r.verifier, r.kind) for r in measured] == [
-    (0.0, "TokenVerifier", kind) for kind in ("chain", "tree", "dynamic tree")
-  ]
-  for r in measured:
-    assert r.gamma == 2 and 1 <= r.tokens_per_round <= 3
-    assert r.tokens_per_round_low < r.tokens_per_round < r.tokens_per_round_high
-    assert r.identical
-    speed = None if r.kind == "dynamic tree" else r.tokens_per_round / (2 * 0.1 + 1.3)
-    assert r.predicted_measured_cost == (speed and pytest.approx(speed))
-  assert lengths_table(measured).title in stdout
-  assert [row[1:3] for row in lengths_table(measured).rows] == [
-    (r.kind, {"chain": "3", "tree": "4", "dynamic tree": "5"}[r.kind]) for r in measured
-  ]
-  assert stdout.count("begins a round") == page.count("</figure>") == 1
-  assert page.count("<article>") == 2 and page.count('class="tree"') > 4
-  assert settings["texts"][8] in stdout and settings["texts"][8] in page
-  trees(tiny_pair.pair("near"), **settings, report_examples=0)  # nothing is measured twice
-  assert len(records.read(tmp_path / "results.jsonl")) == len(measured)
-
-
-def test_dynamic_speeds_join_records_and_reports_of_one_shape():
-  folder = pathlib.Path(__file__).parents[1] / "experiments/trees"
-  measured = records.read(folder / "results.jsonl")
-  settings = dict(draft="small", nodes=16, gamma=5, temperature=0.0)
-  report = {"settings": settings, "over_a_step": {"round": 1.25}}
-  other = {**report, "settings": {**settings, "gamma": 4}}
-  (row,) = dynamic_speeds_table(measured, [report, other]).rows
-  assert row == ("draft", "small", "0", "16", "5", "4.15 [4.05,4.25]", "1.250", "3.32")
-
-
-def test_tree_speeds_use_the_compilers_cost_of_a_compiled_tree():
-  folder = pathlib.Path(__file__).resolve().parents[1] / "experiments" / "tpu_v4"
-  chain_record, tree_record = (
-    json.loads((folder / name).read_text()) for name in ("one_chip.json", "tree_64.json")
-  )
-  rows = tree_speeds_table(chain_record, tree_record).rows
-  (compiled,) = (row for row in rows if row[:4] == ("0.75", "tree", "64", "8"))
-  assert float(compiled[5]) == pytest.approx(tree_record["over_a_step"]["round"], abs=0.002)
-  for _, _, _, depth, tokens, cost, speed, _ in rows:
-    assert 1 < float(cost) < 1.3 and 1 < float(tokens) < 1 + float(depth)
-    assert float(speed) == pytest.approx(float(tokens) / float(cost), abs=0.01)
-  assert max(float(row[-1]) for row in rows) > 1.3
 
 
 def test_k_seq_requires_independently_sampled_siblings():

@@ -15,18 +15,27 @@ import numpy as np
 from jax import Array
 from jaxtyping import Int
 
-from experiments.record_tables import beams_table
 from specdec_jax.beams import BeamResult, BeamSearcher
 from specdec_jax.core.counts import require_finite
 from specdec_jax.core.loading import DecodeSettings
 from specdec_jax.core.sampling import Sampling
 from specdec_jax.data.quality import quality
-from specdec_jax.errors import InputError, require_count
+from specdec_jax.errors import InputError
 from specdec_jax.measure.measure import settings_to_measure
 from specdec_jax.measure.records import Record
+from specdec_jax.measure.reporting.columns import records_table
+from specdec_jax.measure.reporting.tables import (
+  Table,
+  measured_with,
+  models_text,
+)
 from specdec_jax.measure.sweep import Report, Step, sweep
 from specdec_jax.measure.timing import interleaved_medians
 from specdec_jax.pairs import LoadedPair
+
+BEAMS = ("beams", "draft_beams", "gamma", "beam_nodes", "steps", "beam_round", "predicted_beams")
+
+BEAMS += ("speedup_beams", "identical_beams", "bleu")
 
 TIE = 1e-5  # scores that differ by less are equal, because their sums may be rounded differently
 
@@ -64,16 +73,10 @@ def beams(
       score.
 
   Raises:
-    InputError: there is nothing to measure, an argument is out of range, the numbers of texts and
-      references differ, or a beam searcher cannot be built (`LoadedPair.beam_searcher`).
+    InputError: the numbers of texts and references differ, or a beam searcher cannot be built
+      (`LoadedPair.beam_searcher`).
   """
-  require_count("repeats", repeats, 0)
-  require_count("max_new_tokens", max_new_tokens)
   pair.require_batch_size(batch_size)
-  if not (texts and beam_sizes and draft_beam_factors and gammas):
-    raise InputError(
-      "There is nothing to measure: no texts, beam_sizes, draft_beam_factors, or gammas."
-    )
   if references is not None and len(references) != len(texts):
     raise InputError(f"There are {len(texts)} texts but {len(references)} references.")
   decode_settings = DecodeSettings(Sampling(temperature=0.0), batch_size, max_new_tokens)
@@ -254,3 +257,14 @@ def _first_rows(result: BeamResult, count: int) -> BeamResult:
 
 
 _init = jax.jit(BeamSearcher.init, static_argnames=("self", "max_new_tokens"))
+
+
+def beams_table(records: Sequence[Record]) -> Table:
+  """Return a table that compares speculative with plain beam search, with one row per record.
+
+  All records have the same pair and texts.
+  """
+  first = records[0]
+  title = f"{models_text(first)}: beam search, {first.num_examples} texts, "
+  title += f"batch {first.batch_size}, {first.device}"
+  return records_table(title, records, BEAMS, [measured_with(records)])

@@ -10,7 +10,6 @@ import math
 import pathlib
 import statistics
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import jax
 import numpy as np
@@ -24,7 +23,6 @@ from specdec_jax.atomic_files import atomic_write
 from specdec_jax.core.loading import DecodeSettings
 from specdec_jax.core.sampling import Sampling, row_keys
 from specdec_jax.core.trees import chain
-from specdec_jax.errors import InputError, require_count
 from specdec_jax.measure.costs import Costs, round_calls, round_costs
 from specdec_jax.measure.measure import settings_to_measure
 from specdec_jax.measure.timing import interleaved_medians
@@ -60,20 +58,17 @@ def benchmark(
       recorded run.
     record: whether to measure `runs` times and write the file instead of comparing with it.
     runs: number of runs to record. `verdict` compares later ratios with the range of these runs.
-
-  Raises:
-    InputError: `recorded` is missing or does not have this format, or `runs` is not positive.
   """
-  require_count("runs", runs)
   console = Console(markup=False)
   setting = _setting(pair, sentences)
   if record:
     measured = [ratios(pair, sentences) for _ in range(runs)]
     rows = {name: [run[name] for run in measured] for name in measured[0]}
-    write(recorded, {**setting, "ratios": rows})
+    with atomic_write(recorded) as file:
+      file.write(json.dumps({**setting, "ratios": rows}, indent=2) + "\n")
     console.print(f"Recorded in {recorded}: {setting}")
     return
-  content = read(recorded)
+  content = json.loads(pathlib.Path(recorded).read_text(encoding="utf-8"))
   console.print(_table(ratios(pair, sentences), content["ratios"]))
   console.print(Text(LEGEND, style="dim"))
   changed = [
@@ -141,29 +136,6 @@ def verdict(value: float, recorded: Sequence[float], higher_is_better: bool) -> 
   if low - width <= value <= high + width:
     return "held"
   return "gained" if (value > high) == higher_is_better else "fell"
-
-
-def write(path: str, content: Mapping[str, Any]) -> None:
-  """Write the file of recorded ratios atomically."""
-  with atomic_write(path) as file:
-    file.write(json.dumps(content, indent=2) + "\n")
-
-
-def read(path: str) -> dict[str, Any]:
-  """Read a file that `write` wrote.
-
-  Raises:
-    InputError: there is no such file, or it does not hold recorded ratios.
-  """
-  try:
-    content = json.loads(pathlib.Path(path).read_text(encoding="utf-8"))
-    if set(content["ratios"]) != set(HIGHER_IS_BETTER) or not all(content["ratios"].values()):
-      raise ValueError("it has other ratios")
-  except (OSError, ValueError, KeyError, TypeError) as error:
-    raise InputError(
-      f"{path} does not hold the recorded ratios ({error}); record them with --gin.RECORD=True."
-    ) from error
-  return content
 
 
 def _table(measured: Mapping[str, float], recorded: Mapping[str, Sequence[float]]) -> Table:

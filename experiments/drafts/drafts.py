@@ -2,16 +2,44 @@
 
 from collections.abc import Callable, Sequence
 
-from experiments.record_tables import drafts_table
-from experiments.reports import drafts_report
 from specdec_jax.core.loading import DecodeSettings
 from specdec_jax.core.sampling import Sampling
 from specdec_jax.core.types import Verifier
 from specdec_jax.drafts.composed import LoadsDraft
 from specdec_jax.measure.measure import speed_steps
+from specdec_jax.measure.records import Record
+from specdec_jax.measure.reporting.charts import bar_chart
+from specdec_jax.measure.reporting.columns import cell, headings
+from specdec_jax.measure.reporting.html import Section, html_table, page
+from specdec_jax.measure.reporting.markup import Markup
+from specdec_jax.measure.reporting.record_charts import figures_with_note
+from specdec_jax.measure.reporting.tables import (
+  MISSING,
+  Table,
+  measured_with,
+  models_text,
+)
 from specdec_jax.measure.speed import Timing
 from specdec_jax.measure.sweep import sweep
 from specdec_jax.pairs import LoadedPair
+
+DRAFTS_LEGEND = {
+  "alpha": "acceptance rate of the first draft token (in a tree: of the first child) at every "
+  "token, with its 95% interval; a draft that learns from outcomes has none",
+  "length": "acceptance length: tokens per target forward pass",
+  "cost ratio c": "time of a draft step / time of a step of autoregressive decoding, at the lowest "
+  "temperature; a draft that stops early has neither c nor a prediction, because its rounds "
+  "differ in length",
+  "verify cost v": "time of a round without drafting / time of a step of autoregressive decoding, "
+  "at the lowest temperature",
+  "predicted": "predicted speedup without prefill: length / (gamma c + v)",
+  "bandwidth-bound": "predicted speedup at the lowest temperature if a forward pass takes as long "
+  "as its memory reads, as on an accelerator; of the rounds of a hierarchical draft one counts",
+  "speedup": "measured tokens/s over autoregressive decoding's in the same process, interleaved",
+  "MB": "parameters of the draft that it does not share with the target, in 1e6 bytes",
+  "identical": "whether the output is identical to that of autoregressive decoding at temperature "
+  "0, token for token",
+}
 
 
 def compare_drafts(
@@ -68,3 +96,82 @@ def compare_drafts(
     lambda measured: [drafts_table(measured)],
     lambda measured: drafts_report(measured, f"Drafts: {pair.task or measured[0].target_label}"),
   )
+
+
+def drafts_table(records: Sequence[Record]) -> Table:
+  """Return a table with one row per draft and verifier. All records share target and texts."""
+  first = records[0]
+  temperatures = sorted({r.temperature for r in records})
+  rows = []
+  for draft, verifier in dict.fromkeys((r.draft, r.verifier) for r in records):
+    by_temperature = {
+      r.temperature: r for r in records if (r.draft, r.verifier) == (draft, verifier)
+    }
+    coldest = by_temperature[min(by_temperature)]
+    ordered = [by_temperature.get(temperature) for temperature in temperatures]
+    rows.append(
+      (
+        draft,
+        verifier.removesuffix("Verifier"),
+        *_cells("alpha", ordered),
+        *_cells("length", ordered),
+        cell("c", coldest),
+        cell("v", coldest),
+        *(_predicted(r) for r in ordered),
+        cell("bandwidth_bound", coldest),
+        *_cells("speedup", ordered),
+        cell("draft_mb", coldest),
+        cell("identical", coldest),
+      )
+    )
+  columns = (
+    "draft",
+    "verifier",
+    *(f"alpha, T = {t:g}" for t in temperatures),
+    *(f"length, T = {t:g}" for t in temperatures),
+    *headings(("c", "v")),
+    *(f"predicted, T = {t:g}" for t in temperatures),
+    "bandwidth-bound",
+    *(f"speedup, T = {t:g}" for t in temperatures),
+    "MB",
+    "identical",
+  )
+  title = f"{models_text(first, draft=False)}, gamma {first.gamma}, batch {first.batch_size}, "
+  title += f"{first.num_examples} texts, {first.device}"
+  return Table(title, columns, tuple(rows), (measured_with(records),), DRAFTS_LEGEND)
+
+
+def _predicted(r: Record | None) -> str:
+  if r is None or r.c is None or r.tokens_per_round is None or r.verify_cost is None:
+    return MISSING
+  return f"{r.tokens_per_round / (r.gamma * r.c + r.verify_cost):.2f}"
+
+
+def _cells(name: str, records: Sequence[Record | None]) -> list[str]:
+  return [cell(name, r) if r else MISSING for r in records]
+
+
+def drafts_report(records: Sequence[Record], title: str) -> str:
+  """Return an HTML page with a chart of the speedups of drafts, and with `drafts_table`."""
+  table = drafts_table(records)
+  return page(
+    title,
+    records,
+    Section("Speedup over autoregressive decoding", draft_charts(records)),
+    Section("Measured drafts", html_table(table)),
+  )
+
+
+def draft_charts(records: Sequence[Record]) -> Markup:
+  """Return one chart per temperature, with the speedup of each draft, fastest first."""
+  charts = []
+  for temperature in sorted({r.temperature for r in records}):
+    measured = [r for r in records if r.temperature == temperature and r.speedup is not None]
+    default = measured[0].verifier if measured else ""
+    speedups = [
+      (r.draft + ("" if r.verifier == default else f", {r.verifier}"), r.speedup or 0.0)
+      for r in measured
+    ]
+    speedups.sort(key=lambda pair: -pair[1])
+    charts.append(bar_chart(f"Temperature {temperature:g}", "measured speedup", speedups))
+  return figures_with_note(charts, "The dotted line is autoregressive decoding of the same target.")

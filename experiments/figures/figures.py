@@ -1,35 +1,47 @@
-"""The paper's Figures 1 to 5 and a sweep over gamma, from theory, records or a decoded text."""
+"""Draw one of the paper's figures, a plot of speed against gamma, or a comparison of drafts.
 
+python -m experiments.figures.figures --figure 2 --output figure2.svg
+python -m experiments.figures.figures --figure 5 --records results.jsonl --output figure5.png
+python -m experiments.figures.figures --figure 1 --gin_file gin/models/gpt_like.gin \\
+  --temperature 1 --output figure1.svg
+"""
+
+import argparse
 import dataclasses
 import math
+import pathlib
 import statistics
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+import gin
 import numpy as np
+from matplotlib import colormaps, rc_context
+from matplotlib.figure import Figure
 from matplotlib.patches import Patch, Rectangle
 
-from experiments.figures.drawing import (
-  BLUE,
-  GREEN,
-  GREY,
-  NORMAL,
-  ORANGE,
-  PURPLE,
-  RED,
-  SKY,
-  SMALL,
-  YELLOW,
-  labelled_line,
-  new_figure,
-  shades,
-)
-from experiments.paper.paper_tables import PaperRow
+from experiments.paper.paper import PaperRow, load_table
 from specdec_jax import theory
-from specdec_jax.errors import InputError, require_count
-from specdec_jax.measure.records import Record, key
-from specdec_jax.measure.reporting.rounds import Round
+from specdec_jax.atomic_files import atomic_write
+from specdec_jax.commands.translate import decode_lines
+from specdec_jax.core.loading import DecodeSettings
+from specdec_jax.core.sampling import Sampling
+from specdec_jax.core.trees import chain
+from specdec_jax.errors import InputError
+from specdec_jax.measure.records import Record, key, read
+from specdec_jax.measure.reporting.rounds import Round, read_rounds
 from specdec_jax.measure.reporting.tables import sampling_text
+from specdec_jax.pairs import LoadedPair
+from specdec_jax.run import parse_gin
+
+# Colours that colour-blind readers can distinguish (Okabe and Ito).
+BLUE, SKY, GREEN, RED = "#0072B2", "#56B4E9", "#009E73", "#D55E00"
+ORANGE, YELLOW, PURPLE, GREY = "#E69F00", "#F0E442", "#CC79A7", "#666666"
+SMALL, NORMAL = 9, 11  # points
+
+_Point = tuple[float, float]
+
+_FORMATS = (".png", ".svg", ".pdf")
 
 # Kind of a token -> its colour, and its name in the legend. The target's token is only a correction
 # if a draft token was rejected.
@@ -108,11 +120,7 @@ def timeline_figure(records: Iterable[Record], num_tokens: int = 20):
     records: records of measurements.
     num_tokens: number of tokens that each row decodes. It is rounded up to whole rounds of the
       measured acceptance length.
-
-  Raises:
-    InputError: no record has all of these values, or num_tokens is less than 1.
   """
-  require_count("num_tokens", num_tokens)
   needed = ("target_prefill_ms", "draft_prefill_ms", "target_step_ms", "draft_step_ms", "verify_ms")
   groups = _by_gamma(records, (*needed, "tokens_per_round"))
   group = next(iter(groups.values()))
@@ -280,3 +288,211 @@ def _draw_piece(axes, x: float, y: float, piece: str, kind: str, font: dict) -> 
   )
   if kind == "rejected":  # readers without colour see the line
     axes.plot([x, x + len(word)], [y, y], color=KINDS[kind], linewidth=1.2)
+
+
+def save(figure, path: str | pathlib.Path) -> None:
+  """Write a figure atomically, in the format that the ending of the file name gives."""
+  # Without hinting, characters keep their exact width and stay on the tint behind them.
+  # Without random names and without a date, the same figure has the same bytes.
+  with rc_context({"text.hinting": "none", "svg.hashsalt": "specdec_jax"}):
+    with atomic_write(path, "wb") as file:
+      fmt = pathlib.Path(path).suffix[1:].lower()
+      metadata = {"svg": {"Date": None}, "pdf": {"CreationDate": None}}.get(fmt)
+      style = dict(dpi=200, bbox_inches="tight", facecolor="white")
+      figure.savefig(file, format=fmt, metadata=metadata, **style)
+
+
+def new_figure(
+  y_labels: Sequence[str],
+  width: float | None = None,
+  height: float = 3.6,
+  share_y: bool = False,
+):
+  """Return a figure and its axes, one for each label of a y axis.
+
+  Args:
+    y_labels: labels of the y axes. At most three axes are in a row.
+    width: width of the figure in inches; by default, it depends on the number of axes.
+    height: height of a row in inches.
+    share_y: whether all axes have the same y range.
+  """
+  columns = min(len(y_labels), 3)
+  rows = -(-len(y_labels) // columns)
+  # pyplot is not used, because it has global state and looks for a display.
+  figure = Figure(figsize=(width or 5.2 * columns, height * rows), layout="constrained")
+  panels = figure.subplots(rows, columns, sharey=share_y, squeeze=False).flatten()
+  for spare in panels[len(y_labels) :]:
+    spare.remove()
+  for axes, label in zip(panels, y_labels):
+    axes.set_ylabel(label, fontsize=NORMAL)
+    axes.set_xlabel("α", fontsize=NORMAL)
+    axes.tick_params(labelsize=SMALL)
+    axes.spines[["top", "right"]].set_visible(False)
+  return figure, panels[: len(y_labels)]
+
+
+def shades(count: int):
+  """Return colors for an ordered family of curves, from dark to light."""
+  return colormaps["viridis"](np.linspace(0.05, 0.68, count))
+
+
+def labelled_line(axes, x, y, label: str, colour, label_at: int | None = None, **style) -> None:
+  """Draw a line with a label to the right of its end, or on the point with index `label_at`."""
+  axes.plot(x, y, color=colour, linewidth=2, label=label, clip_on=False, **style)
+  last = label_at is None
+  axes.annotate(
+    label,
+    (x[-1], y[-1]) if last else (x[label_at], y[label_at]),
+    (5, 0) if last else (0, 0),
+    textcoords="offset points",
+    ha="left" if last else "center",
+    va="center",
+    color=colour,
+    fontsize=SMALL,
+    bbox=None if last else {"facecolor": "white", "edgecolor": "none", "pad": 1},
+    annotation_clip=False,
+  )
+
+
+def drafts_figure(records: Sequence[Record]):
+  """Plot tokens per round against time per round, in one panel per temperature.
+
+  Each point is a draft with a verifier. Time is in steps of autoregressive decoding. The slope of
+  the line from the origin through a point is the speedup.
+  """
+  temperatures = sorted({r.temperature for r in records})
+  drafts = [*dict.fromkeys((r.draft, r.verifier) for r in records)]
+  labels = ["tokens per round"] * len(temperatures)
+  figure, panels = new_figure(labels, width=6.0 * len(temperatures), height=6.5, share_y=True)
+  for axes, temperature in zip(panels, temperatures):
+    points = {
+      (r.draft, r.verifier): (r.tokens_per_round / r.speedup, r.tokens_per_round)
+      for r in records
+      if r.temperature == temperature and r.speedup and r.tokens_per_round
+    }
+    right = 1.15 * max(cost for cost, _ in points.values())
+    top = 1.1 * max(r.tokens_per_round for r in records if r.tokens_per_round)
+    for speedup in (0.5, 1.0, 1.5, 2.0):
+      end = min(right, top / speedup)
+      style = dict(color=GREY, linewidth=1, linestyle="-" if speedup == 1 else ":", zorder=0)
+      axes.plot([0, end], [0, end * speedup], **style)
+      label = "autoregressive" if speedup == 1 else f"{speedup:g}x"
+      style = dict(textcoords="offset points", fontsize=SMALL, color=GREY)
+      axes.annotate(label, (end, end * speedup), (3, 3), annotation_clip=False, **style)
+    ordered = [points.get(draft) for draft in drafts]
+    for point in filter(None, ordered):
+      axes.scatter(*point, color=BLUE, s=14)
+    for numbers, point in _shared_labels(ordered, right / 20, top / 30):
+      style = dict(textcoords="offset points", fontsize=SMALL, va="center")
+      axes.annotate(", ".join(map(str, numbers)), point, (5, 0), **style)
+    axes.set(xlim=(0, right), ylim=(0, top))
+    axes.set_title(f"temperature {temperature:g}", pad=18)
+    axes.set_xlabel("time per round / time per autoregressive step", fontsize=NORMAL)
+  names = [
+    f"{number} {draft}" + ("" if verifier == drafts[0][1] else f", {verifier}")
+    for number, (draft, verifier) in enumerate(drafts, 1)
+  ]
+  handles = [figure.axes[0].plot([], [], alpha=0)[0] for _ in names]
+  figure.legend(handles, names, loc="outside lower left", ncols=4, fontsize=SMALL, frameon=False)
+  return figure
+
+
+def _shared_labels(
+  points: Sequence[_Point | None], width: float, height: float
+) -> list[tuple[list[int], _Point]]:
+  """Group points whose labels would overlap; a group has one label with their numbers (from 1).
+
+  Args:
+    points: point (x, y) of each draft, or None for a draft without a point.
+    width: horizontal distance from which two labels do not overlap.
+    height: vertical distance from which two labels do not overlap.
+
+  Returns:
+    (numbers, position) of each label. The position is that of the rightmost point.
+  """
+  labels: list[tuple[list[int], _Point]] = []
+  from_left = sorted((point, number) for number, point in enumerate(points, 1) if point)
+  for (x, y), number in from_left:
+    for i, (numbers, (right, level)) in enumerate(labels):
+      if x - right < width and abs(y - level) < height:
+        labels[i] = [*numbers, number], (x, level)
+        break
+    else:
+      labels.append(([number], (x, y)))
+  return [(sorted(numbers), point) for numbers, point in labels]
+
+
+def trace(pair: LoadedPair, text: str, gamma: int = 7, temperature: float = 0.0, seed: int = 0):
+  """Return a figure of the rounds in which a text is decoded.
+
+  Args:
+    pair: target and draft.
+    text: the source; for a decoder-only pair, the text to continue.
+    gamma: number of draft tokens per round.
+    temperature: sampling temperature.
+    seed: random seed.
+  """
+  settings = DecodeSettings(Sampling(temperature), max_new_tokens=64, seed=seed)
+  ((_, (decoded,)),) = decode_lines(pair, [text], chain(gamma), settings)
+  rounds = read_rounds(decoded, 0, pair.vocabulary.pieces)
+  count = f"{int(decoded.lengths[0])} tokens from {len(rounds)} target forward passes"
+  title = f"{count}, γ = {gamma}, temperature {temperature:g}"
+  if pair.continues and text:
+    title += f", after '{text}'"
+  return trace_figure(rounds, title)
+
+
+def draw(args: argparse.Namespace):
+  if args.figure == "1":
+    return trace_of_gin_file(args)
+  if args.figure == "2":
+    return tokens_figure()
+  if args.figure == "3":
+    return gamma_figure()
+  if args.figure == "4":
+    return operations_figure(load_table(1))
+  records = [record for path in args.records for record in read(path)]
+  if args.figure == "sweep":
+    return sweep_figure(records)
+  if args.figure == "drafts":
+    return drafts_figure(records)
+  return timeline_figure([r for r in records if r.temperature == args.temperature], args.num_tokens)
+
+
+def trace_of_gin_file(args: argparse.Namespace):
+  """Draw Figure 1 for a text decoded by the bundled pair, or by the pair that a gin file sets."""
+  parse_gin(["gin/quickstart.gin", *filter(None, [args.gin_file])], [], [])
+  quickstart = gin.get_bindings("quickstart.quickstart")
+  pair, text = quickstart["pair"], args.text
+  if text is None:
+    # Some draft tokens of this sentence are rejected.
+    text = "" if pair.continues else quickstart["sentences"][7]
+  return trace(pair, text, args.gamma, args.temperature, args.seed)
+
+
+def main() -> None:
+  parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+  figures = ("1", "2", "3", "4", "5", "sweep", "drafts")
+  parser.add_argument("--figure", required=True, choices=figures)
+  parser.add_argument("--output", required=True, help="a .png, .svg or .pdf file")
+  parser.add_argument(
+    "--records", nargs="+", default=[], help="record files for Figure 5, sweep and drafts"
+  )
+  parser.add_argument("--num_tokens", type=int, default=20, help="tokens per row in Figure 5")
+  parser.add_argument(
+    "--gin_file", help="gin file that sets the pair of Figure 1, such as gin/models/gpt_like.gin"
+  )
+  parser.add_argument(
+    "--text",
+    help="input text of Figure 1; defaults to a sentence of the quick start, and to an empty "
+    "prompt for a decoder-only pair",
+  )
+  parser.add_argument("--gamma", type=int, default=7, help="for Figure 1")
+  parser.add_argument("--seed", type=int, default=0, help="for Figure 1")
+  parser.add_argument("--temperature", type=float, default=0.0, help="for Figures 1 and 5")
+  args = parser.parse_args()
+  save(draw(args), args.output)
+
+
+if __name__ == "__main__":
+  main()

@@ -15,7 +15,6 @@ from jaxtyping import Float, Int, Key
 from specdec_jax.core.decode import Decoder, DecodeState
 from specdec_jax.core.settings import Settings, traced
 from specdec_jax.core.types import DecodeResult, Draft, Model, Params, Verifier
-from specdec_jax.errors import require_count
 
 
 @dataclasses.dataclass(frozen=True)
@@ -69,7 +68,6 @@ class AdaptiveDecoder(Settings):
       The result. The arrays of its rounds have room for the largest gamma; draft tokens that were
       not proposed are -1.
     """
-    require_count("max_new_tokens", max_new_tokens)
     gammas = jnp.array([draft.tree.depth for draft in self.drafts])
     decoders = [Decoder(self.target, d, self.verifier, self.eos_id) for d in self.drafts]
     widest = max(decoders, key=lambda decoder: decoder.draft.tree.depth)  # its block must fit
@@ -131,7 +129,6 @@ class ScheduledDecoder(Settings):
     Returns:
       The result, as in `AdaptiveDecoder`.
     """
-    require_count("max_new_tokens", max_new_tokens)
     gammas = jnp.array([draft.tree.depth for draft in self.drafts])
     decoders = [Decoder(self.target, d, self.verifier, self.eos_id) for d in self.drafts]
     widest = decoders[-1]

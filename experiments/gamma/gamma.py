@@ -19,20 +19,27 @@ import numpy as np
 from experiments.gamma.adaptive import AdaptiveDecoder, ScheduledDecoder
 from experiments.gamma.oracles import acceptances, oracles
 from experiments.gamma.stopping import auc, certainties, in_a_row, stopped_speedup
-from experiments.record_tables import gamma_table
 from specdec_jax.core.counts import identical, num_rounds, num_tokens, require_finite
 from specdec_jax.core.loading import DecodeSettings
 from specdec_jax.core.sampling import Sampling, row_keys
 from specdec_jax.core.trees import chain
 from specdec_jax.core.types import DecodeResult
-from specdec_jax.errors import InputError, require_count, require_seed
+from specdec_jax.errors import InputError
 from specdec_jax.measure.calibrate import GAMMAS, calibrate
 from specdec_jax.measure.choice import Calibration
 from specdec_jax.measure.measure import settings_to_measure
 from specdec_jax.measure.records import Record, read
+from specdec_jax.measure.reporting.columns import records_table
+from specdec_jax.measure.reporting.tables import (
+  Table,
+)
 from specdec_jax.measure.sweep import Report, Step, sweep
 from specdec_jax.measure.timing import interleaved_medians
 from specdec_jax.pairs import LoadedPair, stopping_draft
+
+GAMMA = ("temperature", "batch", "policy", "gamma", "alpha_only", "length", "predicted_policy")
+
+GAMMA += ("speedup", "auc")
 
 PRIOR_GUESSES = 25.0  # weight of the calibration's alpha, in draft tokens, in the adaptive policy
 
@@ -97,17 +104,11 @@ def gamma(
     seed: random seed of all sampling.
 
   Raises:
-    InputError: there is nothing to measure, or an argument is out of range.
+    InputError: a batch size is out of range, or a gamma has no measured costs.
   """
-  require_seed(seed)
-  require_count("max_new_tokens", max_new_tokens)
-  require_count("repeats", repeats)
   for size in batch_sizes:
     pair.require_batch_size(size)
-  if not (texts and gammas and temperatures and batch_sizes):
-    raise InputError("There is nothing to measure: no texts, gammas, temperatures or batch sizes.")
   for fixed in gammas:
-    require_count("gamma", fixed)
     if fixed > GAMMAS[-1]:
       raise InputError(f"gamma is {fixed}; the calibration knows costs up to {GAMMAS[-1]}.")
 
@@ -262,3 +263,8 @@ def _measure(
       speedup=tokens_per_s / baseline_tokens_per_s,
       identical=identical(autoregressive, decoded) if sampling.temperature == 0 else None,
     )
+
+
+def gamma_table(records: Sequence[Record]) -> Table:
+  """Return a table of policies that choose gamma, with one row per record."""
+  return records_table("Policies that choose gamma", records, GAMMA)

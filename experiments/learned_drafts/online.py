@@ -1,29 +1,48 @@
-"""Comparison of a draft that changes from text to text with a frozen copy of it."""
+"""Comparison of a draft that changes from text to text with a frozen copy of it.
 
+`OnlineDraft` is trained while it serves (online speculative decoding; Liu et al., 2024).
+Verification computes the target's distribution at each draft token up to the first rejected one.
+After each round, the compiled decoding program also runs one optimizer step, which moves the draft
+towards these distributions. Outputs keep the target's distribution, because the q of a draft token
+is computed with the same parameters that the token was sampled with.
+"""
+
+import collections
 import dataclasses
+import functools
 import pathlib
 from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import jax
-from jaxtyping import Array, Int, Key
+import jax.numpy as jnp
+import optax
+from jax import Array
+from jaxtyping import Float, Int, Key
 from rich.console import Console
 
-from experiments.learned_drafts.online_learning import OnlineDraft, decode_and_learn
-from experiments.record_tables import online_table
 from specdec_jax.core.counts import num_rounds, num_tokens
 from specdec_jax.core.decode import Decoder
 from specdec_jax.core.loading import DecodeSettings
 from specdec_jax.core.sampling import Sampling, row_keys
-from specdec_jax.core.trees import chain
-from specdec_jax.core.types import DecodeResult, Params
+from specdec_jax.core.trees import chain, require_chain
+from specdec_jax.core.types import Context, DecodeResult, Outcome, Params, Proposal
+from specdec_jax.core.wrappers import WrappedDraft
 from specdec_jax.data.text import read_lines
-from specdec_jax.drafts.heads.stateless import SpeculatorDraft
+from specdec_jax.drafts.heads.base import Source
+from specdec_jax.drafts.heads.stateless import SpeculatorDraft, source_of
 from specdec_jax.drafts.retrieval import Datastore, with_texts
-from specdec_jax.errors import InputError, require_count
+from specdec_jax.errors import InputError
 from specdec_jax.measure import records
 from specdec_jax.measure.measure import settings_to_measure
 from specdec_jax.measure.progress import Progress
+from specdec_jax.measure.records import Record
 from specdec_jax.measure.reporting.formats import render
+from specdec_jax.measure.reporting.tables import (
+  MISSING,
+  Table,
+)
+from specdec_jax.models.families import module_of
 from specdec_jax.pairs import LoadedPair
 
 Decode = Callable[[Int[Array, "1 P"], Key[Array, " 1"]], DecodeResult]
@@ -55,12 +74,12 @@ def serve_and_learn(
     every: maximum number of texts per record.
     gamma: number of draft tokens per round.
     temperature: sampling temperature; 0 is argmax.
-    learning_rate: see `training.online.OnlineDraft`.
+    learning_rate: see `OnlineDraft`.
     max_new_tokens: maximum number of tokens of each output.
     seed: random seed of all sampling.
 
   Raises:
-    InputError: the draft cannot learn, `results.jsonl` exists, or an argument is out of range.
+    InputError: the draft cannot learn, or `results.jsonl` exists.
   """
   settings = DecodeSettings(Sampling(temperature), max_new_tokens=max_new_tokens, seed=seed)
   comparison = _Comparison(pair, inputs, output_dir, num_texts, every, gamma, settings)
@@ -113,7 +132,7 @@ def serve_and_store(
     seed: random seed of all sampling.
 
   Raises:
-    InputError: the draft has no datastore, `results.jsonl` exists, or an argument is out of range.
+    InputError: the draft has no datastore, or `results.jsonl` exists.
   """
   settings = DecodeSettings(Sampling(temperature), max_new_tokens=max_new_tokens, seed=seed)
   comparison = _Comparison(pair, inputs, output_dir, num_texts, every, gamma, settings)
@@ -146,7 +165,7 @@ class _Comparison:
     settings: settings of decoding.
 
   Raises:
-    InputError: `results.jsonl` exists, or a number is not a positive integer.
+    InputError: `results.jsonl` exists.
   """
 
   pair: LoadedPair
@@ -158,8 +177,6 @@ class _Comparison:
   settings: DecodeSettings
 
   def __post_init__(self):
-    for name in ("num_texts", "every", "gamma"):
-      require_count(name, getattr(self, name))
     if self._results.exists():
       raise InputError(f"{self._results} is there already; delete it, or give another output_dir.")
 
@@ -211,3 +228,140 @@ class _Comparison:
     console = Console(markup=False, soft_wrap=True)
     console.print(render(online_table(measured), "terminal"))
     console.print(f"Records: {self._results}")
+
+
+def online_table(measured: Sequence[Record]) -> Table:
+  """Return a table of the acceptance lengths of a frozen draft and of a version that changes.
+
+  Args:
+    measured: records in the order of the texts. Each record of the frozen draft is followed by the
+      record of the other version on the same texts.
+  """
+  rows, num_texts = [], collections.Counter[str | None]()
+  for frozen, changing in zip(measured[::2], measured[1::2], strict=True):
+    first_text = num_texts[frozen.task] + 1
+    num_texts[frozen.task] += frozen.num_examples or 0
+    lengths = (f"{r.tokens_per_round:.2f}" for r in (frozen, changing))
+    rows.append((frozen.task or MISSING, f"{first_text} to {num_texts[frozen.task]}", *lengths))
+  first, version = measured[0], measured[1].draft.removeprefix(f"{measured[0].draft}, ")
+  notes = "Tokens per target forward pass; texts in the order in which they were served."
+  title = f"{first.target}, {first.draft}, gamma {first.gamma}: frozen and {version}"
+  return Table(title, ("task", "texts", "frozen", version), tuple(rows), (notes,))
+
+
+class LearnedState(NamedTuple):
+  """State of an online draft that is carried from one batch of texts to the next.
+
+  Attributes:
+    params: current parameters of the draft head.
+    opt_state: state of the optimizer.
+  """
+
+  params: Any
+  opt_state: Any
+
+
+class OnlineState(NamedTuple):
+  """State of an `OnlineDraft` within a batch of texts.
+
+  Attributes:
+    learned: state that is carried from one batch to the next.
+    source: cross-attention keys and values of the target's last layer, and their bias; (None, None)
+      if the target has no encoder.
+    hidden: the target's hidden state from which this round was drafted.
+    last_token: last committed token before this round.
+  """
+
+  learned: LearnedState
+  source: Source
+  hidden: Float[Array, "B E"]
+  last_token: Int[Array, " B"]
+
+
+@dataclasses.dataclass(frozen=True)
+class OnlineDraft(WrappedDraft):
+  """A draft that proposes chains with a learned head, and trains it on the outcome of each round.
+
+  Its parameters are a pair: the `LearnedState`, and the target's parameters that the head uses. All
+  rows of a batch train the same parameters, so their samples are not independent, but each row
+  keeps the target's distribution.
+
+  Attributes:
+    draft: draft that proposes with the head.
+    learning_rate: learning rate of Adafactor, which is the size of an update relative to the
+      parameter.
+
+  Raises:
+    InputError: the tree is not a chain, or the head uses kernels that have no gradient.
+  """
+
+  draft: SpeculatorDraft
+  learning_rate: float = 0.003
+  depends_on_outcomes = True
+
+  def __post_init__(self):
+    require_chain("a draft that learns", self.draft.tree)
+    if self.draft.head.config.kernels != "xla":
+      raise InputError(
+        "A draft that learns needs kernels='xla', since `kernels.skinny` has no gradient."
+      )
+
+  def initial_state(self, params: Any) -> LearnedState:
+    """Return the state before the first batch, from the initial parameters of the head."""
+    return LearnedState(params, self._optimizer.init(params))
+
+  def init(self, params: Any, context: Context, hidden: Array) -> OnlineState:
+    learned, _ = params
+    source = source_of(self.draft.head.config, context)
+    return OnlineState(learned, source, context.hidden, context.last_token)
+
+  def propose(
+    self, params: Any, state: OnlineState, context: Context, rng: Array
+  ) -> tuple[Proposal, OnlineState]:
+    _, target_params = params
+    proposal, _ = self.draft.propose((state.learned.params, target_params), (), context, rng)
+    return proposal, state._replace(hidden=context.hidden, last_token=context.last_token)
+
+  def observe(self, params: Any, state: OnlineState, outcome: Outcome) -> OnlineState:
+    _, target_params = params
+    guesses, gamma = outcome.proposal.tokens, self.tree.depth
+    previous = jnp.concatenate([state.last_token[:, None], guesses[:, :-1]], axis=1)
+    p = jax.nn.softmax(outcome.logits[:, :gamma].astype(jnp.float32))
+    # Train on the verified draft tokens of rows that are not done: the accepted ones and the first
+    # rejected one.
+    is_verified = jnp.arange(gamma) <= outcome.verification.num_accepted[:, None]
+    weight = is_verified & (outcome.num_emitted > 0)[:, None]
+    module, target_module = self.draft.head.module, module_of(self.draft.target)
+
+    def project(hidden: Array) -> Array:
+      return target_module.apply({"params": target_params}, hidden, method="logits")
+
+    def loss(head_params) -> Array:
+      logits = module.apply({"params": head_params}, state.hidden, previous, state.source, project)
+      cross_entropy = -(p * jax.nn.log_softmax(logits.astype(jnp.float32))).sum(axis=-1)
+      return (cross_entropy * weight).sum() / jnp.maximum(weight.sum(), 1)
+
+    head_params, opt_state = state.learned
+    updates, opt_state = self._optimizer.update(jax.grad(loss)(head_params), opt_state, head_params)
+    return state._replace(
+      learned=LearnedState(optax.apply_updates(head_params, updates), opt_state)
+    )
+
+  @property
+  def _optimizer(self) -> optax.GradientTransformation:
+    return optax.adafactor(self.learning_rate)
+
+
+@functools.partial(jax.jit, static_argnames=("decoder", "max_new_tokens"))
+def decode_and_learn(
+  decoder: Decoder,
+  params: Params,
+  prompt: Int[Array, "B P"],
+  rng: Key[Array, " B"],
+  *,
+  max_new_tokens: int,
+) -> tuple[DecodeResult, LearnedState]:
+  """Decode a batch like `Decoder.run`; also return the `LearnedState` after the batch."""
+  state = decoder.init(params, prompt, rng, max_new_tokens)
+  state = decoder.run_rounds(params, state)
+  return decoder.result(state), state.draft_state.learned

@@ -18,7 +18,6 @@ import numpy as np
 from jax import Array
 from jaxtyping import Float, Int
 
-from experiments.record_tables import layers_table
 from specdec_jax.core.counts import require_finite
 from specdec_jax.core.loading import DecodeSettings
 from specdec_jax.core.sampling import Sampling, distribution, row_keys
@@ -31,7 +30,7 @@ from specdec_jax.drafts.layer_skip import (
   logits_at_each_token,
   of_layers,
 )
-from specdec_jax.errors import InputError, require_count, require_seed
+from specdec_jax.errors import InputError
 from specdec_jax.measure.alpha import (
   Estimate,
   acceptance_and_change,
@@ -44,9 +43,18 @@ from specdec_jax.measure.costs import Costs, compare_costs
 from specdec_jax.measure.measure import settings_to_measure
 from specdec_jax.measure.progress import Progress
 from specdec_jax.measure.records import Record, append, key, open_results, read
+from specdec_jax.measure.reporting.columns import records_table
+from specdec_jax.measure.reporting.tables import (
+  Table,
+  measured_with,
+  models_text,
+  sampling_text,
+)
 from specdec_jax.measure.sweep import show
 from specdec_jax.models.families import model_of
 from specdec_jax.pairs import LoadedPair
+
+LAYERS = ("draft", "alpha_of_text", "c", "v", "gamma", "predicted")
 
 Layers = tuple[int, ...]  # numbers of decoder layers, in ascending order
 
@@ -81,16 +89,10 @@ def search_layers(
     seed: random seed of sampling and of the search.
 
   Raises:
-    InputError: there are no texts, an argument is out of range, the decoder of the target has only
-      one layer, or acceptance is simulated.
+    InputError: the decoder of the target has only one layer, or acceptance is simulated.
   """
-  require_seed(seed)
-  require_count("max_candidates", max_candidates)
-  require_count("max_new_tokens", max_new_tokens)
   pair.require_batch_size(batch_size)
   num_layers = decoder_of(pair.target).config.num_decoder_layers
-  if not texts:
-    raise InputError("There is nothing to measure: no texts.")
   if num_layers == 1:
     raise InputError("The decoder of the target has one layer, which layer skipping cannot skip.")
   if pair.simulated_alpha is not None:
@@ -294,3 +296,19 @@ def _advice(best: Layers, record: Record, num_measured: int, num_sets: int) -> s
       f"    --gin.KIND='\"early_exit\"' --gin.LAYERS='{best}'",
     ]
   )
+
+
+def layers_table(records: Sequence[Record]) -> Table:
+  """Return a table of drafts by layer skipping, with one row per record.
+
+  All records have the same target, texts and sampling method.
+  """
+  first = records[0]
+  title = f"{models_text(first, draft=False)}: layer skipping, temperature {sampling_text(first)}, "
+  title += f"batch {first.batch_size}, {first.num_examples} texts, {first.device}"
+  notes = (
+    "gamma is the one with the best predicted speed. c and v are measured with one layer and with "
+    "all layers but one, and interpolated linearly.",
+    measured_with(records),
+  )
+  return records_table(title, records, LAYERS, notes)

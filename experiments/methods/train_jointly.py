@@ -12,7 +12,7 @@ from specdec_jax.checkpoints.folder import save_model
 from specdec_jax.checkpoints.load import load_params, open_checkpoint
 from specdec_jax.commands.train import bleu_of, config_of, open_fitting_vocabulary
 from specdec_jax.drafts.heads import SpeculatorConfig, init_params
-from specdec_jax.errors import InputError, require_count, require_number
+from specdec_jax.errors import InputError, require_number
 from specdec_jax.models.families import Config
 from specdec_jax.models.partitioning import make_mesh, param_shardings
 from specdec_jax.train.distillation_data import Teacher, parallel_text
@@ -86,8 +86,6 @@ def train_jointly(
       `valid_source` is given without `valid_target`, the target does not fit the vocabulary, or the
       head in `start` does not fit `config`.
   """
-  for name, count in {"num_beams": num_beams, "stride": stride}.items():
-    require_count(name, count)
   for name, number in {"head_weight": head_weight, "target_rate": target_rate}.items():
     require_number(name, number, 0, math.inf)
   if texts == "beam_search" and not sources:

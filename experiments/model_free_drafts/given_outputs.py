@@ -16,7 +16,6 @@ import numpy as np
 from flax import struct
 from jax import Array
 
-from experiments.record_tables import given_outputs_table
 from specdec_jax import theory
 from specdec_jax.core.arrays import gather
 from specdec_jax.core.counts import acceptance_by_position, acceptance_rate, num_rounds, num_tokens
@@ -24,13 +23,25 @@ from specdec_jax.core.loading import DecodeSettings, LoadedTarget, load_draft
 from specdec_jax.core.sampling import Sampling, row_keys
 from specdec_jax.core.trees import AnyTree, NodeLayout, chain, place_chain
 from specdec_jax.data.vocabulary import PAD_ID, Vocabulary, padded
-from specdec_jax.errors import InputError, require_count
+from specdec_jax.errors import InputError
 from specdec_jax.measure.alpha import draft_probs, lag1_correlation, mean_with_interval
 from specdec_jax.measure.measure import settings_to_measure
 from specdec_jax.measure.records import Record
+from specdec_jax.measure.reporting.tables import (
+  MISSING,
+  Table,
+  models_text,
+)
 from specdec_jax.measure.sweep import Report, Step, sweep
 from specdec_jax.models.t5 import EOS_ID
 from specdec_jax.pairs import DraftFactory, LoadedPair
+
+GIVEN_OUTPUTS_LEGEND = {
+  "alpha": "mean of q at the target's own token, with its 95% interval (bootstrap over texts)",
+  "paper": "alpha in the paper's Table 3",
+  "gamma N": "tokens per target forward pass in real rounds; in brackets the speedup of Theorem 8 "
+  "for this alpha and c = 0",
+}
 
 ARGMAX = Sampling(temperature=0.0)
 
@@ -126,15 +137,8 @@ def given_outputs(
     paper_target: name of a target in the column `m_p` of Table 3.
 
   Raises:
-    InputError: there are no texts, drafts or gammas, the numbers of sources and outputs differ, or
-      an argument is out of range.
+    InputError: the numbers of sources and outputs differ.
   """
-  require_count("max_source_tokens", max_source_tokens)
-  require_count("max_new_tokens", max_new_tokens)
-  for gamma in gammas:
-    require_count("gamma", gamma)
-  if not (sources and drafts and gammas):
-    raise InputError("There is nothing to measure: no texts, no drafts, or no gammas.")
   if len(sources) != len(outputs):
     raise InputError(
       f"There are {len(sources)} sources but {len(outputs)} outputs; give one output for each "
@@ -214,3 +218,31 @@ def _measure(
       predicted_theorem8=float(theory.walltime_improvement(alpha.mean, setting.gamma, 0.0)),
       seconds=time.perf_counter() - since,
     )
+
+
+def given_outputs_table(measured: Sequence[Record], paper: Mapping[str, float]) -> Table:
+  """Return a table of the acceptance of drafts on given outputs, with one row per draft.
+
+  Args:
+    measured: records of drafts on given outputs.
+    paper: alphas that the paper prints, by the name of the draft. A draft of the paper has a row
+      even if it has no record.
+  """
+  first, gammas = measured[0], sorted({r.gamma for r in measured})
+  paper_alphas = {name.casefold(): f"{alpha:.2f}" for name, alpha in paper.items()}
+  rows: list[tuple[str, ...]] = []
+  for draft in dict.fromkeys(r.draft for r in measured):
+    by_gamma = {r.gamma: r for r in measured if r.draft == draft}
+    r = next(iter(by_gamma.values()))  # alpha does not depend on gamma
+    lengths = (
+      f"{r.tokens_per_round:.2f} ({r.predicted_theorem8:.2f})" if r else MISSING
+      for r in map(by_gamma.get, gammas)
+    )
+    alpha = f"{r.alpha:.2f} [{r.alpha_low:.2f},{r.alpha_high:.2f}]"
+    rows.append((draft, alpha, paper_alphas.pop(draft.casefold(), MISSING), *lengths))
+  for name, alpha in paper.items():
+    if name.casefold() in paper_alphas:
+      rows.append((name, MISSING, f"{alpha:.2f}", *[MISSING] * len(gammas)))
+  title = f"{models_text(first, draft=False)}, {first.num_tokens} tokens, temperature 0"
+  columns = "draft", "alpha", "paper", *(f"gamma {gamma}" for gamma in gammas)
+  return Table(title, columns, tuple(rows), (), GIVEN_OUTPUTS_LEGEND)

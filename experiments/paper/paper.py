@@ -2,36 +2,25 @@
 
 import csv
 import pathlib
+from collections.abc import Mapping
+from typing import Any
 
-from specdec_jax.errors import InputError
+PaperRow = Mapping[str, Any]
 
-_TEXT_COLUMNS = ("task", "m_p", "m_q")
+CONFIGS = pathlib.Path(__file__).resolve().parents[2] / "configs"
 
 
-def load_table(
-  number: int, folder: str | pathlib.Path = "configs"
-) -> list[dict[str, str | float | None]]:
+def load_table(number: int) -> list[PaperRow]:
   """Return the rows of the paper's Table `number` (1 to 5), each as a dict of values by column.
 
-  The table is read from a CSV file in `folder`. Cells that the paper omits are None.
-
-  Raises:
-    InputError: there is no such table or file, or a numeric cell is not a number.
+  Cells that the paper omits are None.
   """
-  if number not in range(1, 6):
-    raise InputError(f"Table {number!r} is not in the paper; it has Tables 1 to 5.")
-  path = pathlib.Path(folder, f"table{number}.csv")
-  if not path.is_file():
-    raise InputError(f"{path} is not a file; give the folder of the paper's tables, configs.")
-  with path.open(newline="", encoding="utf-8") as file:
-    rows = list(csv.DictReader(file))
-  return [{name: _value(path, name, cell) for name, cell in row.items()} for row in rows]
+  with (CONFIGS / f"table{number}.csv").open(newline="", encoding="utf-8") as file:
+    return [
+      {name: _value(name, cell) for name, cell in row.items()} for row in csv.DictReader(file)
+    ]
 
 
-def _value(path: pathlib.Path, name: str, cell: str) -> str | float | None:
-  if name in _TEXT_COLUMNS or not cell:
-    return cell or None
-  try:
-    return float(cell)
-  except ValueError:
-    raise InputError(f"{path}: {name} is {cell!r}; it must be a number.") from None
+def _value(name: str, cell: str) -> str | float | None:
+  is_text = name in ("task", "m_p", "m_q")
+  return (cell if is_text else float(cell)) if cell else None

@@ -8,9 +8,9 @@ differences are computed, because a stand-in is not comparable with the paper's 
 
 import dataclasses
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Sequence
 
+from experiments.paper.paper import PaperRow
 from specdec_jax import theory
 from specdec_jax.measure.records import Record, key
 from specdec_jax.measure.reporting.tables import (
@@ -20,8 +20,6 @@ from specdec_jax.measure.reporting.tables import (
   number_text,
   sampling_text,
 )
-
-PaperRow = Mapping[str, Any]  # see `paper.load_table`
 
 _LAMDA_TOP_K = 40  # Table 3 samples from LaMDA with top-k 40
 

@@ -5,7 +5,6 @@ an alpha. Models are checkpoints, or stand-ins for a machine without them. Recor
 not measured again.
 """
 
-import abc
 import dataclasses
 import functools
 import itertools
@@ -15,9 +14,9 @@ from typing import Any, NamedTuple, cast
 
 import jax
 
+from experiments.figures import figures
 from experiments.paper.paper import load_table
 from experiments.paper.paper_tables import paper_table
-from experiments.paper.tabulate import CONFIGS
 from experiments.table3.acceptance import acceptance
 from specdec_jax.checkpoints.load import open_checkpoint
 from specdec_jax.core.loading import DecodeSettings, DraftFactory, LoadedTarget
@@ -25,7 +24,7 @@ from specdec_jax.core.sampling import Sampling
 from specdec_jax.drafts.heads import AnyConfig
 from specdec_jax.drafts.ngram import bigram, unigram
 from specdec_jax.drafts.uniform import uniform
-from specdec_jax.errors import InputError, require_count
+from specdec_jax.errors import InputError
 from specdec_jax.measure.measure import measure
 from specdec_jax.measure.records import Record, open_results, read
 from specdec_jax.measure.reporting.tables import MISSING, Table, number_text
@@ -73,41 +72,8 @@ class Task:
   max_new_tokens: int = 128
 
 
-class Models(abc.ABC):
-  """The models of a reproduction; names of models are those of the paper."""
-
-  dtype: str
-
-  @abc.abstractmethod
-  def config(self, name: str, is_speed: bool) -> AnyConfig | None:
-    """Return the configuration of a model, or None if it is not available.
-
-    Args:
-      name: name of the model.
-      is_speed: whether speeds are measured with it, not alphas.
-    """
-
-  @abc.abstractmethod
-  def pair(self, draft: str, task: Task, alpha: float) -> LoadedPair:
-    """Return the target with a draft.
-
-    Args:
-      draft: name of the draft.
-      task: task of the sources.
-      alpha: the paper's alpha, which stand-ins simulate.
-    """
-
-  @abc.abstractmethod
-  def alpha_drafts(self, names: Sequence[str], task: Task) -> tuple[LoadedPair, list[LoadsDraft]]:
-    """Return a pair, and functions that load further drafts, whose alphas are measured."""
-
-  @abc.abstractmethod
-  def example(self, task: Task) -> tuple[LoadedPair, str]:
-    """Return a pair and a text whose rounds are drawn in Figure 1."""
-
-
 @dataclasses.dataclass(frozen=True)
-class StandIns(Models):
+class StandIns:
   """Models for a machine without checkpoints.
 
   Speeds are measured with smaller models with random weights, which simulate the paper's alpha.
@@ -127,27 +93,36 @@ class StandIns(Models):
   dtype: str = "float32"
 
   def config(self, name: str, is_speed: bool) -> AnyConfig | None:
+    """Return the configuration of a model of the paper, or None if it is not available.
+
+    Args:
+      name: name of the model.
+      is_speed: whether speeds are measured with it, not alphas.
+    """
     if is_speed:
       return named_config("1.1", self.sizes[name]) if name in self.sizes else None
     bundled = {TARGET: "target", "T5-small": "draft"}
     return open_checkpoint(str(EMBEDDED / bundled[name])).config if name in bundled else None
 
   def pair(self, draft: str, task: Task, alpha: float) -> LoadedPair:
+    """Return the target with a draft; stand-ins simulate `alpha`."""
     pair = random_pair(self.sizes[TARGET], self.sizes[draft], alpha, dtype=self.dtype)
     return pair._replace(task=task.name, max_source_tokens=task.max_source_tokens)
 
   def alpha_drafts(self, names: Sequence[str], task: Task) -> tuple[LoadedPair, list[LoadsDraft]]:
+    """Return a pair, and functions that load further drafts, whose alphas are measured."""
     pair = load_pair(draft=asset("multi30k_ende/draft"))
     return pair, _ngram_drafts(names, task)
 
   def example(self, task: Task) -> tuple[LoadedPair, str]:
+    """Return a pair and a text whose rounds are drawn in Figure 1."""
     # The GPT-like pair, because the paper's figure has a model without an encoder.
     target, draft = asset("lm1b/gpt_like_4m"), asset("lm1b/gpt_like_600k")
     return load_pair(target, draft, asset("lm1b/vocabulary.txt")), ""
 
 
 @dataclasses.dataclass(frozen=True)
-class Checkpoints(Models):
+class Checkpoints:
   """Models from checkpoints.
 
   Attributes:
@@ -196,6 +171,9 @@ class Checkpoints(Models):
     return available
 
 
+Models = StandIns | Checkpoints
+
+
 @functools.lru_cache(1)  # the target is loaded once for all of its drafts
 def _target(target: str, vocabulary: str | None, dtype: str) -> LoadedPair:
   return load_pair(target, uniform, vocabulary, dtype=dtype)
@@ -223,7 +201,7 @@ class Group(NamedTuple):
 def groups(number: int, models: Models) -> list[Group]:
   """Return the rows of a table that can be measured with the given models, by task and draft."""
   found: dict[tuple[str, str], list[Row]] = {}
-  for row in load_table(number, CONFIGS):
+  for row in load_table(number):
     target, task = _target_and_task(row)
     draft = _canonical(str(row["m_q"]))
     is_ngram = draft.casefold() in _NGRAMS
@@ -261,17 +239,12 @@ def reproduce(
     dry_run: whether to print what would be measured, with memory and time, and measure nothing.
 
   Raises:
-    InputError: there is no such table or figure, there are no tasks, or no row of a table can be
-      measured.
+    InputError: there is no such table or figure, or no row of a table can be measured.
   """
-  require_count("repeats", repeats)
-  require_count("min_tokens", min_tokens)
   for name in names or ("",):
     if name not in (*TABLES, *FIGURES):
       known = ", ".join([*TABLES, *FIGURES])
       raise InputError(f"There is no table or figure {name!r} to reproduce; there are {known}.")
-  if not tasks:
-    raise InputError("There are no tasks; give 'EnDe' or 'CNNDM'.")
   output = pathlib.Path(output_dir)
   for name in names:
     if name in FIGURES[:4]:
@@ -295,7 +268,7 @@ def reproduce(
       _measure_alphas(found, models, tasks, folder, min_tokens)
     if name in TABLES:
       records = [r for path in sorted(folder.glob("*/results.jsonl")) for r in read(path)]
-      show([paper_table(number, records, load_table(number, CONFIGS))], str(folder))
+      show([paper_table(number, records, load_table(number))], str(folder))
     else:
       _save_figure(name, output, read(_results(folder, found[0])), models, tasks)
 
@@ -336,23 +309,19 @@ def _save_figure(
 
   Figure 5 is drawn from the records at temperature 0.
   """
-  # Matplotlib is in the extra `bench`, which tables do not need.
-  from experiments.figures import drawing, figures
-  from experiments.figures.trace import trace
-
   if name == "figure1":
     pair, text = models.example([*tasks.values()][0])
-    figure = trace(pair, text, temperature=float(pair.continues))
+    figure = figures.trace(pair, text, temperature=float(pair.continues))
   elif name == "figure2":
     figure = figures.tokens_figure()
   elif name == "figure3":
     figure = figures.gamma_figure()
   elif name == "figure4":
-    figure = figures.operations_figure(load_table(1, CONFIGS))
+    figure = figures.operations_figure(load_table(1))
   else:
     figure = figures.timeline_figure([r for r in records if r.temperature == 0])
   output.mkdir(parents=True, exist_ok=True)
-  drawing.save(figure, output / f"{name}.svg")
+  figures.save(figure, output / f"{name}.svg")
   print(output / f"{name}.svg")
 
 

@@ -7,13 +7,18 @@ Table 5 without lenience, are also in Table 3.
 """
 
 import collections
+import pathlib
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from experiments.paper.paper_tables import PaperRow
+from experiments.paper.paper import PaperRow, load_table
+from experiments.tables import lines
+from experiments.tpu_v4.table2 import predicted
 from specdec_jax import theory
-from specdec_jax.measure.records import Record
+from specdec_jax.measure.records import Record, read
 from specdec_jax.measure.reporting.tables import MISSING, Table
+
+EXPERIMENTS = pathlib.Path(__file__).resolve().parents[1]
 
 COMPUTED = "computed, equal"
 ROUNDED = "computed, equal within the rounding of its inputs"
@@ -51,11 +56,11 @@ COMPILED_TABLE = "tpu_v4/table2.jsonl"  # reports of the TPU compiler
 
 _TABLE_1 = "`scripts/tabulate.py --table 1`"
 _STATUS = "`scripts/tabulate.py --table status`"
-_COMPILER = "`scripts/compile_table2.py`"
-_WITH_WEIGHTS = "`gin/runs/{}.gin` with weights, [as below](#the-papers-own-rows)"
+_COMPILER = "`python -m experiments.tpu_v4.table2`"
+_WITH_WEIGHTS = "`experiments/{0}/{0}.gin` with weights, [as below](#the-papers-own-rows)"
 _LAMDA = (
   "weights never published; "
-  "`experiments/table3/alpha.gin` with `gin/models/lamda.gin` runs the sizes"
+  "`experiments/table3/alpha.gin` with `experiments/table3/lamda.gin` runs the sizes"
 )
 
 
@@ -216,8 +221,17 @@ def _last_match(records: Iterable[Record], draft: str | None, temperature: float
   return matches[-1] if matches else None
 
 
-def status_table(all_claims: Sequence[Claim]) -> Table:
+def recorded_claims() -> list[Claim]:
+  """Return the claims with the records in `experiments`."""
+  paper = {number: load_table(number) for number in range(1, 6)}
+  records = {file: read(EXPERIMENTS / file) for file in RECORDS}
+  compiled = predicted(paper[2], lines(EXPERIMENTS / COMPILED_TABLE), "accessed")
+  return claims(paper, records, compiled)
+
+
+def status_table(all_claims: Sequence[Claim] | None = None) -> Table:
   """Return a table with one row per quantity, such as alpha at both temperatures."""
+  all_claims = all_claims or recorded_claims()
   groups: dict[tuple[str, str], list[Claim]] = {}
   for claim in all_claims:
     groups.setdefault((claim.table, claim.quantity), []).append(claim)
@@ -233,7 +247,7 @@ def status_table(all_claims: Sequence[Claim]) -> Table:
     )
     for (table, quantity), group in groups.items()
   )
-  counts = ", ".join(f"{count} {status}" for status, count in status_counts(all_claims).rows)
+  counts = ", ".join(f"{count} {status}" for status, count in status_counts_table(all_claims).rows)
   return Table(
     "Reproduction status of the paper's printed numbers",
     ("table", "quantity", "numbers", "printed", "status", "ours", "reproduction"),
@@ -254,8 +268,9 @@ def _joined(values: Sequence[str]) -> str:
   return " / ".join(values if len({*values}) > 1 else values[:1])
 
 
-def status_counts(all_claims: Sequence[Claim]) -> Table:
+def status_counts_table(all_claims: Sequence[Claim] | None = None) -> Table:
   """Return a table of the number of claims of each status; MEASURED is always the first row."""
+  all_claims = all_claims or recorded_claims()
   counts = collections.Counter({MEASURED: 0})
   counts.update(claim.status for claim in all_claims)
   rows = tuple((status, f"{count}") for status, count in counts.items())

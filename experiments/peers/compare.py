@@ -7,6 +7,7 @@ import contextlib
 import dataclasses
 import functools
 import gc
+import operator
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -18,7 +19,6 @@ from rich.text import Text
 
 from experiments.peers.comparison import OWN_BASELINE, Backend, Comparison, Decode, best_of_beams
 from experiments.peers.worker import Process, after_idle, in_subprocess
-from experiments.record_tables import PEERS_LEGEND, peers_table
 from specdec_jax.core.counts import (
   acceptance_by_position,
   acceptance_rate,
@@ -33,15 +33,30 @@ from specdec_jax.core.sampling import Sampling, row_keys
 from specdec_jax.core.trees import chain
 from specdec_jax.core.types import DecodeResult
 from specdec_jax.core.verify.tokens import TokenVerifier
-from specdec_jax.errors import InputError, require_count, require_seed
 from specdec_jax.measure import records
 from specdec_jax.measure.measure import settings_to_measure
 from specdec_jax.measure.records import Record
+from specdec_jax.measure.reporting.columns import cell
 from specdec_jax.measure.reporting.formats import render
-from specdec_jax.measure.reporting.tables import legend_lines
+from specdec_jax.measure.reporting.tables import (
+  MISSING,
+  Table,
+  legend_lines,
+)
 from specdec_jax.measure.sweep import Report, Step, measure_missing
 from specdec_jax.measure.timing import interleaved_seconds, ratio_range
 from specdec_jax.pairs import LoadedPair
+
+PEERS_LEGEND = {
+  "tokens/s": "total tokens / total seconds, prefill included, medians of interleaved repeats",
+  "ms/pass": "total seconds / target forward passes, in ms",
+  "tok/pass": "tokens per target forward pass",
+  "gamma N": "speedup of our speculative decoding with this gamma over the decoder of the row",
+  "spread": "for the fastest gamma, the lowest and highest of this speedup over all repeats and "
+  "in each repeat",
+  "identical": "whether the outputs are identical to ours, token for token (only for argmax and "
+  "real weights)",
+}
 
 _Target = tuple[str, str]  # dtype and kernels of this package
 _Precision = tuple[_Target, str]  # with the name of the draft, which contains its format
@@ -69,15 +84,7 @@ def peers(
       again.
     repeats: number of repeats of each timed decode, interleaved.
     seed: seed of all sampling.
-
-  Raises:
-    InputError: there are no comparisons, a comparison has no texts or gammas, or an argument is out
-      of range.
   """
-  require_seed(seed)
-  require_count("repeats", repeats)
-  if not comparisons:
-    raise InputError("There is nothing to measure: no comparisons.")
   console, installed = Console(markup=False), [OWN_BASELINE]
   for backend in backends:
     if missing := backend.missing_packages():
@@ -109,8 +116,6 @@ def _compare(
 ) -> list[Record]:
   """Measure the settings that `results` lacks, and return the records of all settings."""
   workload = comparison.workload
-  if not (workload.texts and workload.gammas):
-    raise InputError("There is nothing to measure: no texts, or no gammas.")
   supported = {b.name: b for b in backends if b.supports(comparison, sampling)}
   settings = [
     dataclasses.replace(setting, beams=workload.beams, draft_beams=workload.draft_beams)
@@ -272,3 +277,37 @@ def _free_memory() -> None:
   """Free weights that are no longer referenced, and all programs that JAX has compiled."""
   jax.clear_caches()
   gc.collect()
+
+
+def peers_table(measured: Sequence[Record]) -> Table:
+  """Return a table of our decoders and then of the baselines, with our speedup over each baseline.
+
+  The legend, PEERS_LEGEND, is printed once below several tables.
+  """
+  first = measured[0]
+  gammas = list(dict.fromkeys(r.gamma for r in measured))
+  speedup_columns = tuple(f"gamma {gamma}" for gamma in gammas)
+  rows: list[tuple[str, ...]] = []
+  for gamma in gammas:
+    r = next(r for r in measured if r.gamma == gamma)
+    tokens_per_s, tokens_per_pass = r.speculative_tokens_per_s or 0.0, r.tokens_per_round or 0.0
+    pass_ms = 1e3 * tokens_per_pass / tokens_per_s
+    speeds = f"{tokens_per_s:.0f}", f"{pass_ms:.2f}", f"{tokens_per_pass:.2f}"
+    rows.append((f"ours, gamma {gamma}", *speeds, *[MISSING] * (len(gammas) + 2)))
+  for name in dict.fromkeys(r.baseline for r in measured):
+    over_baseline = [r for r in measured if r.baseline == name]
+    best = max(over_baseline, key=operator.attrgetter("speedup"))
+    tokens_per_s, pass_ms = best.baseline_tokens_per_s or 0.0, best.baseline_pass_ms or 0.0
+    speeds = f"{tokens_per_s:.0f}", f"{pass_ms:.2f}", f"{pass_ms * tokens_per_s / 1e3:.2f}"
+    limits = best.speedup_range
+    spread = MISSING if limits is None else f"{limits[0]:.2f}-{limits[1]:.2f}"
+    speedups = (f"{r.speedup:.2f}" for r in over_baseline)
+    rows.append((name, *speeds, *speedups, spread, cell("identical", best)))
+  models = f"{first.task}, {first.target} with {first.draft}" if first.task else first.subject
+  title = (
+    f"{models}, {first.num_examples} texts, batch 1, "
+    f"{first.dtype}, kernels {first.kernels}, {first.device}, "
+    + (f"{first.beams} beams" if first.beams else f"temperature {first.temperature:g}")
+  )
+  columns = "decoder", "tokens/s", "ms/pass", "tok/pass", *speedup_columns, "spread", "identical"
+  return Table(title, columns, tuple(rows), ())

@@ -215,9 +215,6 @@ def trained(
       instead of `draft`; other backends do not. None to use `draft`.
     precisions: precisions of this package; each is measured. Two that load the same weights, such
       as 'float' and 'stored' for a float32 checkpoint, are measured once.
-
-  Raises:
-    InputError: the target or the draft is not a T5.
   """
   vocabulary = vocabulary or vocabulary_of(target)
   if task is None and is_bundled(target):

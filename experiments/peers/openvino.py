@@ -1,6 +1,6 @@
 """OpenVINO on the CPU, through Optimum: `generate` of transformers with exported models.
 
-Sampling and beam search are those of transformers, as in `bench.peers.huggingface`.
+Sampling and beam search are those of transformers, as in `peers.huggingface`.
 """
 
 import functools

@@ -21,7 +21,7 @@ from specdec_jax.core.sampling import Sampling, row_keys
 from specdec_jax.core.trees import AnyTree, NodeLayout, chain, place_chain
 from specdec_jax.core.wrappers import WrappedModel
 from specdec_jax.data.vocabulary import padded
-from specdec_jax.errors import InputError, require_count
+from specdec_jax.errors import InputError
 from specdec_jax.models.config import named_dtype
 from specdec_jax.models.families import model_of
 from specdec_jax.models.simulated import CERTAIN
@@ -138,13 +138,9 @@ def replayed_pair(
     dtype: 'float32' or 'bfloat16'.
     max_new_tokens: maximum number of tokens of each output.
     kernels: see `load_pair`.
-
-  Raises:
-    InputError: there are no texts, or the pair is decoder-only.
   """
-  require_count("max_new_tokens", max_new_tokens)
-  if not texts or pair.continues:
-    raise InputError("Replaying needs texts and an encoder-decoder.")
+  if pair.continues:
+    raise InputError("Replaying needs an encoder-decoder.")
   decode = pair.decode_fn(Sampling(0.0), chain(0))
   prompts = np.asarray(pair.prompt(texts))
   outputs = [

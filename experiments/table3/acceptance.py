@@ -10,7 +10,6 @@ import jax
 import numpy as np
 from jax import Array
 
-from experiments.record_tables import acceptance_table
 from specdec_jax.core.counts import (
   acceptance_by_position,
   acceptance_rate,
@@ -23,14 +22,19 @@ from specdec_jax.core.loading import DecodeSettings, LoadedTarget, load_draft
 from specdec_jax.core.sampling import Sampling
 from specdec_jax.core.trees import chain
 from specdec_jax.core.types import DecodeResult
-from specdec_jax.errors import InputError, require_count, require_seed
 from specdec_jax.measure.alpha import Acceptance, mean_with_interval, measure_alpha
 from specdec_jax.measure.autoregressive import generate
 from specdec_jax.measure.measure import settings_to_measure
 from specdec_jax.measure.records import Record
-from specdec_jax.measure.reporting.tables import sampling_text
+from specdec_jax.measure.reporting.columns import records_table
+from specdec_jax.measure.reporting.tables import (
+  Table,
+  sampling_text,
+)
 from specdec_jax.measure.sweep import Report, Step, sweep
 from specdec_jax.pairs import DraftFactory, LoadedPair
+
+ACCEPTANCE = ("draft", "sampling", "tokens", "alpha_of_text", "lag1", "rounds", "by_position")
 
 
 def acceptance(
@@ -60,17 +64,8 @@ def acceptance(
     min_tokens: minimum number of generated tokens to measure on; the paper uses 10,000.
     seed: random seed of all sampling.
     leniences: values of the lenience l (Appendix A.5); each is measured, and 1 is exact.
-
-  Raises:
-    InputError: there is nothing to measure, or an argument is out of range.
   """
-  require_seed(seed)
-  counts = dict(min_tokens=min_tokens, gamma=gamma, max_new_tokens=max_new_tokens)
-  for name, value in counts.items():
-    require_count(name, value)
   pair.require_batch_size(batch_size)
-  if not (texts and samplings and leniences):
-    raise InputError("There is nothing to measure: no texts, no samplings, or no leniences.")
   factories = [load_draft(draft, pair.loaded_target) for draft in drafts]
   pairs = [pair, *(pair.with_draft(factory) for factory in factories)]
   settings_of = functools.partial(DecodeSettings, batch_size=batch_size, seed=seed)
@@ -152,3 +147,13 @@ def _measure(
     identical=identical([*autoregressive], outputs) if is_comparable else None,
     seconds=time.perf_counter() - since,
   )
+
+
+def acceptance_table(records: Sequence[Record]) -> Table:
+  """Return a table of alpha and acceptance rates, with one row per record."""
+  first = records[0]
+  target = f"{first.task}, target {first.target}" if first.task else first.target_label
+  names = [*ACCEPTANCE]
+  if any(r.rejection_sampling_rate is not None for r in records):
+    names.insert(names.index("lag1"), "rejection")
+  return records_table(f"{target}, {first.dtype}", records, names)

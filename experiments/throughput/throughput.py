@@ -10,7 +10,6 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 from rich.console import Console
 
-from experiments.record_tables import throughput_table
 from specdec_jax.commands.translate import decode_lines
 from specdec_jax.core.counts import acceptance_rate, num_rounds, num_tokens
 from specdec_jax.core.loading import DecodeSettings
@@ -18,11 +17,16 @@ from specdec_jax.core.sampling import Sampling
 from specdec_jax.core.trees import AnyTree, chain
 from specdec_jax.core.types import DecodeResult
 from specdec_jax.data.text import read_lines
-from specdec_jax.errors import require_count
 from specdec_jax.measure import records
 from specdec_jax.measure.measure import settings_to_measure
 from specdec_jax.measure.progress import Progress
+from specdec_jax.measure.records import Record
+from specdec_jax.measure.reporting.columns import range_text
 from specdec_jax.measure.reporting.formats import render
+from specdec_jax.measure.reporting.tables import (
+  MISSING,
+  Table,
+)
 from specdec_jax.measure.timing import interleaved_seconds, ratio_range, timed
 from specdec_jax.pairs import LoadedPair
 
@@ -59,13 +63,7 @@ def measure_throughput(
     max_new_tokens: maximum number of tokens of each output.
     repeats: number of timed repeats.
     seed: random seed of all sampling.
-
-  Raises:
-    InputError: an argument is out of range.
   """
-  require_count("repeats", repeats)
-  for gamma in gammas:
-    require_count("gamma", gamma, 0)
   combinations = [*itertools.product(zip(inputs, num_texts, strict=True), batch_sizes, gammas)]
   with records.open_results(output_dir) as path, Progress() as bar:
     task = bar.add_task("measuring", total=len(combinations))
@@ -121,3 +119,64 @@ def _measured(
     speedup_high=high,
     seconds=float(seconds.sum()),
   )
+
+
+def throughput_table(measured: Sequence[Record]) -> Table:
+  """Return a table of the tokens per second of batches and of continuous batching."""
+  headings = "task", "draft", "batch", "gamma", "batches", "continuous", "ratio", "identical"
+  rows = [
+    (
+      r.task or MISSING,
+      r.draft if r.gamma else MISSING,
+      str(r.batch_size),
+      str(r.gamma),
+      f"{r.baseline_tokens_per_s:,.0f}",
+      f"{r.speculative_tokens_per_s:,.0f}",
+      f"{r.speedup:.2f}{range_text(r)}",
+      {True: "yes", False: "NO", None: MISSING}[r.identical],
+    )
+    for r in measured
+  ]
+  notes = (
+    "Tokens per second. Batches run to their last row; in continuous batching, the next text takes "
+    "the row of a text that has ended.",
+  )
+  first = measured[0]
+  device = first.processor or first.device_kind
+  title = f"{first.target}, {first.dtype}, {first.kernels} kernels, {device}"
+  return Table(title, headings, tuple(rows), notes)
+
+
+def gammas_table(measured: Sequence[Record]) -> Table:
+  """Return a table of the tokens per second of continuous batching for each gamma."""
+  # Without a draft, the speed depends only on the target's arithmetic and the batch size.
+  of_target = {
+    (r.dtype, r.kernels, r.batch_size): {0: r.speculative_tokens_per_s or 0}
+    for r in measured
+    if not r.gamma
+  }
+  speeds: dict[tuple[str, ...], dict[int, float]] = {}
+  for r in measured:
+    row = f"{r.dtype}, {r.kernels}", r.draft, str(r.batch_size)
+    without_draft = of_target.get((r.dtype, r.kernels, r.batch_size), {})
+    speeds.setdefault(row, {**without_draft})[r.gamma] = r.speculative_tokens_per_s or 0
+  gammas = sorted({r.gamma for r in measured})
+  headings = (
+    "arithmetic, kernels",
+    "draft",
+    "batch",
+    *(f"gamma {gamma}" for gamma in gammas),
+    "best",
+  )
+  rows = [
+    (
+      *row,
+      *(f"{by_gamma[gamma]:,.0f}" if gamma in by_gamma else MISSING for gamma in gammas),
+      f"gamma {max(by_gamma, key=by_gamma.__getitem__)}",
+    )
+    for row, by_gamma in speeds.items()
+  ]
+  first = measured[0]
+  title = f"{first.task}, {first.num_examples} texts, {first.processor or first.device_kind}"
+  notes = ("Tokens per second of continuous batching; gamma 0 is autoregressive decoding.",)
+  return Table(title, headings, tuple(rows), notes)

@@ -15,7 +15,6 @@ from specdec_jax.core.sampling import Sampling
 from specdec_jax.core.trees import chain
 from specdec_jax.core.types import Params
 from specdec_jax.drafts.model import ModelDraft
-from specdec_jax.errors import require_count
 from specdec_jax.models.families import Config, model_of
 from specdec_jax.models.partitioning import REPLICATED, RULES, PartitionedModel, state_shardings
 
@@ -34,9 +33,6 @@ class BeamSettings:
     batch_size: number of rows decoded together.
     source_tokens: length of the padded prompt.
     max_new_tokens: maximum number of tokens of each output.
-
-  Raises:
-    InputError: num_beams, batch_size, source_tokens or max_new_tokens is not a positive integer.
   """
 
   num_beams: int = 4
@@ -46,10 +42,6 @@ class BeamSettings:
   batch_size: int = 1
   source_tokens: int = 128
   max_new_tokens: int = 128
-
-  def __post_init__(self):
-    for name in ("num_beams", "batch_size", "source_tokens", "max_new_tokens"):
-      require_count(name, getattr(self, name))
 
 
 def beam_programs(

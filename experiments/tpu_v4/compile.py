@@ -27,7 +27,7 @@ from specdec_jax.core.types import Params
 from specdec_jax.core.verify.tokens import TokenVerifier
 from specdec_jax.drafts.dynamic import model_draft
 from specdec_jax.drafts.heads import AnyConfig, SpeculatorConfig, init_params
-from specdec_jax.errors import InputError, require_count
+from specdec_jax.errors import InputError
 from specdec_jax.models.families import Config, model_of
 from specdec_jax.models.partitioning import (
   REPLICATED,
@@ -174,9 +174,6 @@ class CompileSettings:
     max_new_tokens: maximum number of new tokens of each row.
     sampling: sampling method of target and draft.
     draft_rules: sharding rules of the draft; by default, the draft is replicated.
-
-  Raises:
-    InputError: a size is not a positive integer.
   """
 
   gamma: int | AnyTree = 7
@@ -185,16 +182,6 @@ class CompileSettings:
   max_new_tokens: int = 128
   sampling: Sampling = Sampling()
   draft_rules: Rules = REPLICATED
-
-  def __post_init__(self):
-    sizes = dict(
-      gamma=self.tree.depth,
-      batch_size=self.batch_size,
-      source_tokens=self.source_tokens,
-      max_new_tokens=self.max_new_tokens,
-    )
-    for name, size in sizes.items():
-      require_count(name, size)
 
   @property
   def tree(self) -> AnyTree:

@@ -1,8 +1,9 @@
 """Report bytes, memory, operations and weight copies of programs compiled for a TPU."""
 
+import json
+import pathlib
 import re
 import time
-from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from jax.stages import Compiled
@@ -13,8 +14,8 @@ from experiments.tpu_v4.hlo import (
   estimated_cycles,
   executed_collectives,
   matrix_converts,
+  weight_copies,
 )
-from experiments.tpu_v4.weight_copies import weight_copies
 from specdec_jax.core.trees import AnyTree
 from specdec_jax.measure.reporting.tables import MISSING, Table
 
@@ -45,7 +46,7 @@ class Program(NamedTuple):
       is compiled for HBM only, it is `accessed` divided by a fraction of the chip's bandwidth. In
       other programs it has no meaning if the compiler has no estimate for some instruction; such an
       instruction counts as -1, so the sum may be negative.
-    weight_copies: descriptions of copied weights; see `weight_copies.weight_copies`.
+    weight_copies: descriptions of copied weights; see `hlo.weight_copies`.
     host_transfers: number of instructions that communicate with the host.
     collectives: number of collective operations in one run; see `hlo.executed_collectives`.
     convolutions: number of instructions for the matrix unit; see `hlo.convolutions`.
@@ -170,12 +171,17 @@ def report_table(report: dict[str, Any], title: str, chip: Chip) -> Table:
   return Table(title, tuple(columns.split("|")), tuple(rows), (memory, *legend))
 
 
-def pairs_table(reports: Sequence[Mapping[str, Any]]) -> Table:
-  """Return a table with one row for each report of `scripts/compile_tpu.py` on a pair of models."""
+def read_report(path: str) -> dict[str, Any]:
+  """Return a report of `experiments.tpu_v4.report` from its file."""
+  return json.loads(pathlib.Path(path).read_text())
+
+
+def compiled_pairs_table(*paths: str) -> Table:
+  """Return a table with one row for each file of a report on a pair of models."""
   columns = "target|draft|chips|nodes|arguments GB|peak GB|step HBM GB|verify / step"
   columns += "|draft step / step|round / step|messages of a step, a round|weight copies"
   rows = []
-  for report in reports:
+  for report in map(read_report, paths):
     settings, programs, relative = (report[x] for x in ("settings", "programs", "over_a_step"))
     loop = programs.get("speculative loop")
     rows.append(
@@ -199,12 +205,12 @@ def pairs_table(reports: Sequence[Mapping[str, Any]]) -> Table:
   return Table("Pairs compiled for TPU", tuple(columns.split("|")), tuple(rows), notes)
 
 
-def batches_table(reports: Sequence[Mapping[str, Any]]) -> Table:
-  """Return a table with one row for each report of `scripts/compile_tpu.py` on a batch size."""
+def compiled_batches_table(*paths: str) -> Table:
+  """Return a table with one row for each file of a report on a batch size."""
   columns = "batch|gamma|step HBM GB|round HBM GB|round / step, bytes|step TFLOP|round TFLOP"
   columns += "|round / step, operations|tokens per round to pay"
   rows = []
-  for report in reports:
+  for report in map(read_report, paths):
     settings, chip = report["settings"], CHIPS[report["settings"]["topology"].split(":")[0]]
     hbm = [report["hbm_bytes"][name] / 1e9 for name in ("plain step", "round")]
     operations = [report["programs"][name]["operations"] / 1e12 for name in ("plain step", "round")]

@@ -1,9 +1,12 @@
 """Predict the paper's Table 2 with the compiler for TPU v4: c, v(gamma) and the speedups.
 
+  python -m experiments.tpu_v4.table2 table2.jsonl --format markdown
+
 Targets and drafts have the paper's sizes: T5 1.1 in bfloat16 on one chip, one row at a time. No
 program is run, and only alpha and gamma are taken from the paper.
 """
 
+import argparse
 import importlib.metadata
 import json
 import pathlib
@@ -13,12 +16,13 @@ from typing import Any
 
 import jax.numpy as jnp
 
+from experiments.paper.paper import PaperRow, load_table
 from experiments.tpu_v4 import compile as tpu_compile
 from experiments.tpu_v4.examine import examine
 from specdec_jax import theory
 from specdec_jax.core.sampling import Sampling
-from specdec_jax.errors import InputError
 from specdec_jax.measure.machine import commit
+from specdec_jax.measure.reporting.formats import render
 from specdec_jax.measure.reporting.tables import Table
 from specdec_jax.models.sizes import t5_config
 
@@ -36,7 +40,6 @@ DEPENDS_ON = {
   "verify": ("task", "gamma"),
 }
 
-Row = Mapping[str, Any]  # a row of `bench.reporting.paper.load_table`
 Compiled = dict[str, Any]  # a line of the file of `compile_missing`
 
 NOTES = (
@@ -53,7 +56,7 @@ NOTES = (
 )
 
 
-def compile_missing(rows: Sequence[Row], path: pathlib.Path) -> list[Compiled]:
+def compile_missing(rows: Sequence[PaperRow], path: pathlib.Path) -> list[Compiled]:
   """Compile the programs that `rows` need, and return the properties of all compiled programs.
 
   Only programs that the file `path` lacks are compiled. Their properties are appended to it, one
@@ -63,19 +66,10 @@ def compile_missing(rows: Sequence[Row], path: pathlib.Path) -> list[Compiled]:
   Args:
     rows: rows of the paper's Table 2, with task, m_q, temperature and gamma.
     path: file of compiled programs.
-
-  Raises:
-    InputError: libtpu, the compiler, is not installed, or the file has lines of a different format.
   """
-  try:
-    lines = path.read_text().splitlines() if path.exists() else []
-    compiled = [json.loads(line) for line in lines]
-    done = {_key(line["program"], line) for line in compiled}
-  except (ValueError, KeyError, TypeError) as error:
-    raise InputError(
-      f"{path} has lines that are not compiled programs ({error!r}); delete them, or name another "
-      "file."
-    ) from None
+  text = path.read_text() if path.exists() else ""
+  compiled = [json.loads(line) for line in text.splitlines()]
+  done = {_key(line["program"], line) for line in compiled}
   for name in DEPENDS_ON:
     for row in rows:
       if _key(name, row) in done:
@@ -111,7 +105,9 @@ def compile_missing(rows: Sequence[Row], path: pathlib.Path) -> list[Compiled]:
   return compiled
 
 
-def predicted(rows: Sequence[Row], compiled: Sequence[Compiled], unit: str) -> list[dict[str, Any]]:
+def predicted(
+  rows: Sequence[PaperRow], compiled: Sequence[Compiled], unit: str
+) -> list[dict[str, Any]]:
   """Return each row with the c and v of its compiled programs, and the speedup that they predict.
 
   Args:
@@ -129,7 +125,7 @@ def predicted(rows: Sequence[Row], compiled: Sequence[Compiled], unit: str) -> l
   return predictions
 
 
-def table(rows: Sequence[Row], compiled: Sequence[Compiled]) -> Table:
+def table(rows: Sequence[PaperRow], compiled: Sequence[Compiled]) -> Table:
   """Return a table with the compiler's predictions of Table 2 next to the paper's values.
 
   Args:
@@ -153,3 +149,16 @@ def table(rows: Sequence[Row], compiled: Sequence[Compiled]) -> Table:
 
 def _key(program: str, row: Mapping[str, Any]) -> tuple:
   return program, *(row[field] for field in DEPENDS_ON[program])
+
+
+def main() -> None:
+  parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+  parser.add_argument("compiled", type=pathlib.Path, help="file for the compiled programs")
+  parser.add_argument("--format", default="terminal", help="terminal (default), markdown or csv")
+  args = parser.parse_args()
+  rows = load_table(4)
+  print(render(table(rows, compile_missing(rows, args.compiled)), args.format), end="")
+
+
+if __name__ == "__main__":
+  main()

@@ -1,12 +1,13 @@
 """Predict speedups of trees on a TPU from compiler reports of a chain and of one tree."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 
+from experiments.tpu_v4.examine import read_report
 from specdec_jax import theory
-from specdec_jax.measure.records import Record
+from specdec_jax.measure.records import read
 from specdec_jax.measure.reporting.tables import Table
 
 ALPHAS = (0.75, 0.62)  # the paper's alphas for T5-small on EnDe: argmax, and standard sampling
@@ -32,16 +33,16 @@ DYNAMIC_NOTES = (
 )
 
 
-def dynamic_speeds_table(measured: Sequence[Record], reports: Sequence[Mapping[str, Any]]) -> Table:
+def dynamic_speeds_table(records: str, *reports: str) -> Table:
   """Return a table of dynamic trees with measured acceptance lengths and compiled costs.
 
   Args:
-    measured: records of acceptance lengths (`experiments/trees/trees.gin`).
-    reports: reports of `scripts/compile_tpu.py` with `--dynamic`. A report belongs to the records
-      with the same number of nodes, depth and temperature; it has a row for each of them.
+    records: file of records of acceptance lengths (`experiments/trees/trees.gin`).
+    *reports: files of reports with `--dynamic`. A report belongs to the records with the same
+      number of nodes, depth and temperature; it has a row for each of them.
   """
-  rows = []
-  for report in reports:
+  rows, measured = [], read(records)
+  for report in map(read_report, reports):
     settings, round_ = report["settings"], report["over_a_step"]["round"]
     shape = settings["nodes"], settings["gamma"], settings["temperature"]
     for r in measured:
@@ -55,14 +56,15 @@ def dynamic_speeds_table(measured: Sequence[Record], reports: Sequence[Mapping[s
   return Table(title, tuple(columns.split("|")), tuple(rows), DYNAMIC_NOTES)
 
 
-def tree_speeds_table(chain: Mapping[str, Any], tree: Mapping[str, Any]) -> Table:
+def tree_speeds_table(chain_report: str, tree_report: str) -> Table:
   """Return a table of the best chain and of trees, for each alpha.
 
   Args:
-    chain: report of `scripts/compile_tpu.py` on a chain.
-    tree: report of `scripts/compile_tpu.py` on a tree of the same models. Its setting `ranks` has
-      the acceptance rates of first, second, ... children, which are rescaled to each alpha.
+    chain_report: file of a report on a chain.
+    tree_report: file of a report on a tree of the same models. Its setting `ranks` has the
+      acceptance rates of first, second, ... children, which are rescaled to each alpha.
   """
+  chain, tree = read_report(chain_report), read_report(tree_report)
   c = chain["over_a_step"]["draft step"]
   chain_cost, tree_cost = _cost_without_drafting(chain, c), _cost_without_drafting(tree, c)
   chain_tokens, tree_nodes = chain["settings"]["gamma"] + 1, tree["settings"]["nodes"]

@@ -15,8 +15,6 @@ import jax
 import numpy as np
 from jax import Array
 
-from experiments.record_tables import lengths_table
-from experiments.reports import lengths_report
 from specdec_jax.commands.quickstart import show_examples
 from specdec_jax.commands.speedup import decode_examples
 from specdec_jax.core.counts import identical, num_tokens, require_finite
@@ -26,16 +24,32 @@ from specdec_jax.core.trees import AnyTree, DynamicTree, Tree, chain
 from specdec_jax.core.types import DecodeResult, Verifier
 from specdec_jax.core.verify.blocks import BlockVerifier
 from specdec_jax.core.verify.tokens import TokenVerifier
-from specdec_jax.errors import InputError, require_count, require_seed
 from specdec_jax.measure.alpha import positional_acceptance, ratio_with_interval
 from specdec_jax.measure.autoregressive import generate
 from specdec_jax.measure.costs import Costs, measure_costs
 from specdec_jax.measure.measure import settings_to_measure
 from specdec_jax.measure.records import Record
-from specdec_jax.measure.reporting.tables import sampling_text
+from specdec_jax.measure.reporting.charts import Curve, line_charts
+from specdec_jax.measure.reporting.columns import cell, headings, legend
+from specdec_jax.measure.reporting.html import Section, html_table, page
+from specdec_jax.measure.reporting.markup import Markup
+from specdec_jax.measure.reporting.record_charts import figures_with_note
+from specdec_jax.measure.reporting.stepper import Example, stepper
+from specdec_jax.measure.reporting.tables import (
+  MISSING,
+  Table,
+  measured_with,
+  models_text,
+  sampling_text,
+)
 from specdec_jax.measure.sweep import Report, Step, sweep
 from specdec_jax.pairs import LoadedPair
 from specdec_jax.theory import best_tree
+
+# Columns of `lengths_table` before and after "over chain".
+LENGTHS = ("filters", "proposal", "nodes", "depth", "verifier", "tokens", "length_interval")
+
+LENGTHS_COSTS = ("c", "v", "predicted_long", "identical", "seed")
 
 WIDTH = 8  # number of ranks whose acceptance is measured
 
@@ -81,21 +95,8 @@ def trees(
     seed: random seed of all sampling.
     report_examples: number of texts per sampling method whose rounds are in the report. They are
       decoded with the first verifier. The rounds of the first of these texts are printed, too.
-
-  Raises:
-    InputError: there is nothing to measure, or an argument is out of range.
   """
-  require_seed(seed)
-  counts = dict(calibration_texts=calibration_texts, calibration_tokens=calibration_tokens)
-  counts |= dict(max_new_tokens=max_new_tokens, min_tokens=min_tokens)
-  for name, value in counts.items():
-    require_count(name, value)
   pair.require_batch_size(batch_size)
-  if not (samplings and verifiers and len(texts) > calibration_texts):
-    raise InputError(
-      "There is nothing to measure: no samplings, no verifiers, or no texts after the "
-      "calibration_texts."
-    )
   to_calibrate, rest = texts[:calibration_texts], texts[calibration_texts:]
   with_first_verifier = pair._replace(verifier=verifiers[0])
   # Filled by `steps`: settings and first tree of each sampling method, for the report.
@@ -224,4 +225,81 @@ def _measure(
     verify_cost=costs and costs.v,
     predicted_measured_cost=costs and length.mean / (tree.depth * costs.c + costs.v),
     seconds=time.perf_counter() - since,
+  )
+
+
+def lengths_table(records: Sequence[Record]) -> Table:
+  """Return a table of the acceptance lengths of chains and trees, with one row per record.
+
+  All records have the same pair and texts.
+  """
+  first = records[0]
+  chain_lengths = {
+    (sampling_text(r), r.gamma, r.seed): r.tokens_per_round
+    for r in records
+    if r.kind == "chain" and r.verifier == "TokenVerifier"
+  }
+
+  def over_chain(r: Record) -> str:
+    chain_length = chain_lengths.get((sampling_text(r), r.gamma, r.seed))
+    return f"{(r.tokens_per_round or 0.0) / chain_length:.3f}" if chain_length else MISSING
+
+  rows = tuple(
+    (
+      *(cell(name, r) for name in LENGTHS),
+      over_chain(r),
+      *(cell(name, r) for name in LENGTHS_COSTS),
+    )
+    for r in records
+  )
+  meanings = legend((*LENGTHS, *LENGTHS_COSTS)) | {
+    "over chain": "acceptance length / that of the chain of the same depth with token verification"
+  }
+  texts_per_batch = "1 text" if first.batch_size == 1 else f"{first.batch_size} texts"
+  notes = f"Costs are measured with {texts_per_batch} per batch.", measured_with(records)
+  columns = (*headings(LENGTHS), "over chain", *headings(LENGTHS_COSTS))
+  return Table(f"{models_text(first)}: acceptance lengths", columns, rows, notes, meanings)
+
+
+def lengths_report(records: Sequence[Record], examples: Sequence[Example], title: str) -> str:
+  """Return an HTML page with a chart and a table of acceptance lengths, and with decoded rounds."""
+  table = lengths_table(records)
+  return page(
+    title,
+    records,
+    Section("Acceptance length against nodes", length_charts(records)),
+    Section("Measured settings", html_table(table)),
+    Section("Round by round", stepper(examples)),
+  )
+
+
+def length_charts(records: Sequence[Record]) -> Markup:
+  """Return one chart per sampling method, with a curve for each kind of proposal and verifier."""
+  verifiers = [*dict.fromkeys(r.verifier for r in records)]
+  charts = {}
+  for sampling in dict.fromkeys(map(sampling_text, records)):
+    curves = []
+    for kind, colour in ("chains", "orange"), ("trees", "blue"), ("dynamic trees", "green"):
+      for verifier in verifiers:
+        points = sorted(
+          (r.num_nodes, r.tokens_per_round)
+          for r in records
+          if (sampling_text(r), r.verifier) == (sampling, verifier)
+          and f"{r.kind}s" == kind
+          and r.tokens_per_round is not None
+        )
+        name = kind if len(verifiers) == 1 else f"{kind}, {verifier.removesuffix('Verifier')}"
+        if points:
+          curves.append(Curve(name, colour, "-" if verifier == verifiers[0] else "--", points))
+    if curves:
+      charts[f"Temperature {sampling}"] = curves
+  return figures_with_note(
+    line_charts(
+      charts,
+      y_label="acceptance length: tokens per target pass",
+      x_label="nodes (last committed token included)",
+      log2=True,
+    ),
+    "One target forward pass verifies all nodes of a round. With one node it is autoregressive "
+    "decoding.",
   )

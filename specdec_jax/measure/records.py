@@ -76,7 +76,7 @@ class Setting:
     batch_size: number of rows that are decoded together.
     baseline: implementation of autoregressive decoding that the speedup is relative to: own (this
       package), t5x, hf, ...; or 'batches', the same decoding in batches that run to their last row
-      (`bench.throughput`).
+      (`experiments/throughput`).
     acceptance: "measured" with a real draft, or "simulated".
     platform: cpu, gpu or tpu.
     device_kind: name of the device in JAX.

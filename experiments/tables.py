@@ -1,0 +1,147 @@
+"""Tables by name: those of the paper, of a study, and of any records."""
+
+import importlib
+import json
+import pathlib
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from experiments.paper.paper import load_table
+from experiments.paper.paper_tables import paper_table
+from specdec_jax.errors import InputError
+from specdec_jax.measure.records import Record, read
+from specdec_jax.measure.reporting.columns import cell, headings, legend
+from specdec_jax.measure.reporting.speeds import speed_columns
+from specdec_jax.measure.reporting.tables import MISSING, Table, measured_with, number_text
+
+# Name of a table -> module in `experiments` with its function, as in `lengths_table`. Functions of
+# these tables take records,
+RECORDS = {
+  "measured": "tables",
+  "lengths": "trees.trees",
+  "acceptance": "table3.acceptance",
+  "online": "learned_drafts.online",
+  "drafts": "drafts.drafts",
+  "layers": "methods.search_layers",
+  "beams": "beams.beams",
+  "throughput": "throughput.throughput",
+  "gammas": "throughput.throughput",
+}
+# lines of JSON,
+LINES = {
+  "execution": "execution.execution",
+  "matmuls": "kernels.matmuls",
+  "parity": "generate.compare",
+  "processors": "processors.processors",
+}
+# paths, or nothing.
+PATHS = {
+  "tree-speeds": "tpu_v4.tree_speeds",  # a report of `tpu_v4.report` on a chain, and one on a tree
+  "dynamic-speeds": "tpu_v4.tree_speeds",  # a file of records, and reports on dynamic trees
+  "compiled-pairs": "tpu_v4.examine",  # reports
+  "compiled-batches": "tpu_v4.examine",
+  "training": "tables",  # copies of `metrics.jsonl`; the name of a copy is the name of its row
+  "status": "paper.status",
+  "status-counts": "paper.status",
+}
+
+TRAINING_LEGEND = {
+  "minutes": "time of all steps, compilation included",
+  "tokens/s": "target tokens per second in the last epoch",
+  "loss": "loss on the validation text",
+  "acceptance length": "on the validation text at temperature 0, in rounds that begin at every "
+  "fourth token",
+  "accuracy": "how often the argmax is the target's, on the validation text",
+}
+
+# Settings that are part of the title if all records agree in them, and columns otherwise.
+_SETTINGS: dict[str, Callable[[Record], str]] = {
+  "task": lambda r: r.task or MISSING,
+  "target": lambda r: r.target if r.task else r.target_label,
+  "draft": lambda r: (
+    (r.draft if r.task else r.draft_label) + (" (simulated)" if r.acceptance == "simulated" else "")
+  ),
+  "texts": lambda r: f"{r.num_examples} texts",
+  "batch": lambda r: f"batch {r.batch_size}",
+  "dtype": lambda r: r.dtype,
+  "kernels": lambda r: f"{r.kernels} kernels",
+  "baseline": lambda r: (
+    "over our own autoregressive decoding" if r.baseline == "own" else f"over {r.baseline}"
+  ),
+  "device": lambda r: r.device,
+}
+
+
+def named_table(name: str, paths: Sequence[str | pathlib.Path]) -> Table:
+  """Return the table with a given name.
+
+  Args:
+    name: '1' to '5' for a table of the paper, or a key of `RECORDS`, `LINES` or `PATHS`.
+    paths: input files. If several records have the same setting, a table of the paper shows the
+      last one.
+
+  Raises:
+    InputError: there is no table of this name, or there are no records.
+  """
+  if name in ("1", "2", "3", "4", "5"):
+    return paper_table(int(name), _records(paths), load_table(int(name)))
+  modules = {**RECORDS, **LINES, **PATHS}
+  if name not in modules:
+    raise InputError(f"There is no table {name!r}; there are 1 to 5, {', '.join(modules)}.")
+  module = importlib.import_module(f"experiments.{modules[name]}")
+  table = getattr(module, f"{name.replace('-', '_')}_table")
+  if name in PATHS:
+    return table(*paths)
+  rows = _records(paths) if name in RECORDS else [row for path in paths for row in lines(path)]
+  if not rows:
+    raise InputError(f"Table {name} needs records; name a results.jsonl.")
+  return table(rows)
+
+
+def _records(paths: Sequence[str | pathlib.Path]) -> list[Record]:
+  return [record for path in paths for record in read(path)]
+
+
+def lines(path: str | pathlib.Path) -> list[dict[str, Any]]:
+  """Return the objects in a file of JSON lines."""
+  return [json.loads(line) for line in pathlib.Path(path).read_text().splitlines()]
+
+
+def measured_table(records: Sequence[Record]) -> Table:
+  """Return a table of predicted and measured speedups with one row per record."""
+  settings = {name: [text(r) for r in records] for name, text in _SETTINGS.items()}
+  varying = [name for name, values in settings.items() if len({*values}) > 1]
+  shared = [values[0] for name, values in settings.items() if name not in varying]
+  title = ", ".join(value for value in shared if value != MISSING)
+  names = speed_columns(records)
+  rows = tuple(
+    (*(settings[name][i] for name in varying), *(cell(name, r) for name in names))
+    for i, r in enumerate(records)
+  )
+  return Table(title, (*varying, *headings(names)), rows, (measured_with(records),), legend(names))
+
+
+def measured_on(rows: Sequence[Mapping[str, Any]]) -> str:
+  """Return the processor, the commits and the date of rows of JSON."""
+  first, commits = rows[0], dict.fromkeys(row["commit"] for row in rows)
+  name = "commit" if len(commits) == 1 else "commits"
+  return f"{first['processor']}, {name} {', '.join(commits)} of {str(first['date'])[:10]}."
+
+
+def training_table(*paths: str | pathlib.Path) -> Table:
+  """Return a table of times and validation scores of training runs, from their `metrics.jsonl`."""
+  runs = {pathlib.Path(path).stem: lines(path) for path in paths}
+  cells = tuple(
+    (
+      name,
+      f"{epochs[-1]['step']}",
+      f"{sum(line['seconds'] for line in epochs) / 60:.0f}",
+      f"{epochs[-1]['tokens_per_s']:.0f}",
+      f"{epochs[-1]['valid_loss']:.3f}",
+      number_text(epochs[-1].get("valid_acceptance_length"), ".2f"),
+      number_text(epochs[-1].get("valid_accuracy"), ".3f"),
+    )
+    for name, epochs in runs.items()
+  )
+  columns = "draft", "steps", "minutes", "tokens/s", "loss", "acceptance length", "accuracy"
+  return Table("Trainings", columns, cells, (), TRAINING_LEGEND)

@@ -1,0 +1,117 @@
+"""Tables of the paper by one command: rows, models, plans, records that are not measured again."""
+
+import functools
+
+import tiny
+import tiny_pair
+
+from experiments.paper import reproduce as module
+from experiments.paper.reproduce import Checkpoints, Models, StandIns, Task, groups, reproduce
+from specdec_jax.core.loading import load_draft
+from specdec_jax.measure.records import read
+from specdec_jax.pairs import checkpoint_draft
+
+TEXTS = tiny_pair.SENTENCES[:2]
+
+
+def tasks(tmp_path):
+  path = tmp_path / "targets.txt"
+  path.write_text("\n".join(tiny_pair.SENTENCES), encoding="utf-8")
+  return {"EnDe": Task("wmt14_ende", lambda: TEXTS, lambda: str(path), 24, 8)}
+
+
+def checkpoints(**drafts):
+  folder, vocabulary = tiny_pair.folder(), str(tiny_pair.folder() / "vocabulary.model")
+  paths = {"T5-XXL": "target", **(drafts or {"T5-small": "near", "T5-base": "random"})}
+  paths = {name: str(folder / path) for name, path in paths.items()}
+  return Checkpoints(paths, vocabulary, "float32")
+
+
+def test_every_row_of_tables_2_and_4_has_stand_ins():
+  for number in (2, 4):
+    found = groups(number, StandIns())
+    assert sum(len(group.rows) for group in found) == 12
+    assert [(group.task, group.draft) for group in found] == [
+      (task, draft) for task in ("EnDe", "CNNDM") for draft in ("T5-small", "T5-base", "T5-large")
+    ]
+    gammas = [[int(row["gamma"]) for row in group.rows] for group in found]
+    assert gammas == [[7, 7], [7, 5], [7, 3], [5, 5], [5, 3], [3, 3]]
+
+
+def test_rows_without_a_model_are_left_out():
+  found = groups(3, checkpoints())
+  assert {group.draft for group in found} == {"Unigram", "Bigram", "T5-small", "T5-base"}
+  assert {group.task for group in found} == {"EnDe", "CNNDM"}
+  by_draft = {group.draft: len(group.rows) for group in groups(5, checkpoints())}
+  assert by_draft == {"Unigram": 4, "Bigram": 4, "T5-small": 8, "T5-base": 4}
+
+
+def test_speeds_are_measured_once_with_the_gammas_of_the_paper(tmp_path, capsys, monkeypatch):
+  tiny.know_costs(monkeypatch)  # test_measure.py times the parts of a round
+  run = functools.partial(
+    reproduce,
+    ["table2"],
+    checkpoints(**{"T5-base": "random"}),
+    tasks(tmp_path),
+    str(tmp_path / "runs"),
+    repeats=1,
+  )
+  run()
+  said = capsys.readouterr().out
+  assert "EnDe" in said and "T5-base" in said
+  (folder,) = (tmp_path / "runs" / "speeds").iterdir()
+  records = read(folder / "results.jsonl")
+  assert folder.name == "EnDe_T5-base"
+  assert {(r.draft, r.temperature, r.gamma) for r in records} == {
+    ("random", 0, 7),
+    ("random", 1, 5),
+  }
+  assert all(r.num_examples == 2 and r.max_new_tokens == 8 and r.speedup > 0 for r in records)
+  run()
+  assert read(folder / "results.jsonl") == records
+
+  figures = functools.partial(
+    reproduce,
+    models=checkpoints(**{"T5-base": "random"}),
+    tasks=tasks(tmp_path),
+    output_dir=str(tmp_path / "runs"),
+    repeats=1,
+  )
+  figures(["figure1", "figure2", "figure5"])  # Figure 5 needs no more measurements
+  assert read(folder / "results.jsonl") == records
+  said = capsys.readouterr().out
+  for number in (1, 2, 5):
+    path = tmp_path / "runs" / f"figure{number}.svg"
+    assert str(path) in said and path.read_text(encoding="utf-8").startswith("<?xml")
+
+
+def test_alphas_of_all_drafts_are_measured_on_the_same_text(tmp_path, monkeypatch):
+  calls = []
+  monkeypatch.setattr(module, "acceptance", lambda *args, **kwargs: calls.append((args, kwargs)))
+  models = checkpoints()
+  reproduce(["table5"], models, tasks(tmp_path), str(tmp_path / "runs"), min_tokens=8)
+  (((pair, texts, folder, samplings, drafts), settings),) = calls
+  assert pair.draft_name == "near" and texts == TEXTS and folder.endswith("runs/alphas5/EnDe")
+  assert [sampling.temperature for sampling in samplings] == [0, 1]
+  loaded = [load_draft(draft, pair.loaded_target).name for draft in drafts]
+  assert loaded == ["random", "unigram", "bigram"]
+  assert settings == dict(max_new_tokens=8, min_tokens=8, leniences=[1, 0.5, 0.3, 0.1])
+
+
+def test_dry_run_prints_memory_and_time_and_measures_nothing(tmp_path, capsys, monkeypatch):
+  monkeypatch.setattr(module, "memory_bandwidth", lambda: 1e9)
+  plan = functools.partial(reproduce, models=StandIns(), output_dir=str(tmp_path), dry_run=True)
+  plan(["table2", "table3"], tasks=tasks(tmp_path))
+  said = capsys.readouterr().out
+  # T5 1.1 base and small have 247,577,856 and 76,961,152 parameters.
+  assert said.count(" 1.30 ") == 6 and said.count(" EnDe ") == 12
+  assert not [*tmp_path.glob("*/*/results.jsonl")]
+
+
+def test_the_target_is_loaded_once_for_all_drafts(tmp_path):
+  models: Models = checkpoints()
+  task = tasks(tmp_path)["EnDe"]
+  first, second = (models.pair(draft, task, 0.5) for draft in ("T5-small", "T5-base"))
+  assert first.target_params is second.target_params and first.draft_name != second.draft_name
+  assert (first.task, first.max_source_tokens) == ("wmt14_ende", 24)
+  assert checkpoint_draft(first.loaded_target, models.paths["T5-small"]).name == first.draft_name

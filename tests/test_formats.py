@@ -1,0 +1,46 @@
+"""Test that tables have the same cells in all formats."""
+
+import csv
+import io
+
+from specdec_jax.measure.reporting.formats import render
+from specdec_jax.measure.reporting.tables import Table
+
+TABLE = Table(
+  "A title",
+  ("who", "per cent", "c"),
+  (("a_b & 100% {x}", "+1.5", "0.1"), ("pipe | back\\slash", "-", "-"), ('"q", r', "2", "3")),
+  ("A note.",),
+)
+
+
+def test_csv_has_headings_and_cells():
+  assert list(csv.reader(io.StringIO(render(TABLE, "csv")))) == [
+    list(row) for row in (TABLE.columns, *TABLE.rows)
+  ]
+
+
+def test_markdown_has_the_same_number_of_columns_in_every_line():
+  text = render(TABLE, "markdown")
+  lines = [line for line in text.splitlines() if line.startswith("|")]
+  assert len(lines) == 2 + len(TABLE.rows)
+  assert {line.replace(r"\|", "").count("|") for line in lines} == {len(TABLE.columns) + 1}
+  assert "A title" in text and "- A note." in text
+
+
+def test_latex_has_one_line_per_row_and_escapes():
+  text = render(TABLE, "latex")
+  lines = [line for line in text.splitlines() if line.endswith(r"\\")]
+  assert len(lines) == 1 + len(TABLE.rows)
+  assert {line.replace(r"\&", "").count("&") for line in lines} == {len(TABLE.columns) - 1}
+  assert r"a\_b \& 100\% \{x\}" in text and r"back\textbackslash{}slash" in text
+  assert r"\begin{tabular}{lrr}" in text
+  assert r"\caption{A title}" in text and r"\label{tab:who}" in text
+  assert [text.count(rule) for rule in (r"\toprule", r"\midrule", r"\bottomrule")] == [1, 1, 1]
+
+
+def test_terminal_shows_every_cell_completely():
+  text = render(TABLE, "terminal")
+  for cell in ("A title", "A note.", *(cell for row in TABLE.rows for cell in row)):
+    assert cell in text
+  assert "…" not in text
