@@ -142,8 +142,8 @@ class StandIns(Models):
 
   def example(self, task: Task) -> tuple[LoadedPair, str]:
     # The GPT-like pair, because the paper's figure has a model without an encoder.
-    target, draft = asset("lm1b/gpt_like_4m"), asset("lm1b/gpt_like_600k")
-    return load_pair(target, draft, asset("lm1b/vocabulary.txt")), ""
+    names = "gpt_like_4m", "gpt_like_600k", "vocabulary.txt"
+    return load_pair(*(f"experiments/gpt_like/weights/{name}" for name in names)), ""
 
 
 @dataclasses.dataclass(frozen=True)
