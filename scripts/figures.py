@@ -2,7 +2,7 @@
 
 python scripts/figures.py --figure 2 --output figure2.svg
 python scripts/figures.py --figure 5 --records results.jsonl --output figure5.png
-python scripts/figures.py --figure 1 --gin_file gin/models/gpt_like.gin --temperature 1 \\
+python scripts/figures.py --figure 1 --gin_file experiments/gpt_like/gpt_like.gin --temperature 1 \\
   --output figure1.svg
 """
 
@@ -29,7 +29,8 @@ def main() -> None:
   )
   parser.add_argument("--num_tokens", type=int, default=20, help="tokens per row in Figure 5")
   parser.add_argument(
-    "--gin_file", help="gin file that sets the pair of Figure 1, such as gin/models/gpt_like.gin"
+    "--gin_file",
+    help="gin file that sets the pair of Figure 1, such as experiments/gpt_like/gpt_like.gin",
   )
   parser.add_argument(
     "--text",

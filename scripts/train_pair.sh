@@ -9,10 +9,13 @@ set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 task=${1:-} files=() steps=(vocabulary target draft)
 case $task in
-  multi30k) prefix=train ;;
-  lm1b) prefix=train_gpt ;;
-  editing) prefix=train && files=(--gin_file=gin/tasks/train_editing.gin) ;;
-  summaries) prefix=train && files=(--gin_file=gin/tasks/train_summaries.gin) && steps=(target) ;;
+  multi30k) prefix=gin/runs/train ;;
+  lm1b) prefix=experiments/gpt_like/train_gpt ;;
+  editing) prefix=gin/runs/train && files=(--gin_file=experiments/editing/train_editing.gin) ;;
+  summaries)
+    prefix=gin/runs/train && files=(--gin_file=experiments/summaries/train_summaries.gin)
+    steps=(target)
+    ;;
   *) echo "error: the pair is '$task'; choose multi30k, lm1b, editing or summaries." >&2 && exit 2 ;;
 esac
 shift
@@ -21,5 +24,5 @@ for step in "${steps[@]}"; do
   if [[ ${#files[@]} -gt 0 && $step != vocabulary ]]; then
     work_dir=("--gin.WORK_DIR='runs/$task/train_$step'")
   fi
-  python -m specdec_jax.run --gin_file="gin/runs/${prefix}_$step.gin" "${files[@]}" "${work_dir[@]}" "$@"
+  python -m specdec_jax.run --gin_file="${prefix}_$step.gin" "${files[@]}" "${work_dir[@]}" "$@"
 done

@@ -1,9 +1,11 @@
-"""Test the small pairs of studies: speculation does not change their output."""
+"""Test the small pairs of studies: their gin files parse, and speculation is exact."""
 
 import functools
 
+import gin
 import pytest
 
+from specdec_jax import run
 from specdec_jax.core.counts import identical, num_rounds, num_tokens
 from specdec_jax.core.sampling import Sampling, row_keys
 from specdec_jax.core.trees import chain
@@ -14,6 +16,7 @@ from specdec_jax.pairs import load_pair
 GREEDY = Sampling(temperature=0.0)
 LIMIT = 48
 PROMPTS = ["", "the president", "in london ,", "he said", "shares of the", "police", "it is", "a"]
+STEPS = "vocabulary", "target", "draft"
 VOCABULARY = "experiments/editing/weights/vocabulary.model"
 
 
@@ -21,6 +24,28 @@ VOCABULARY = "experiments/editing/weights/vocabulary.model"
 def in_the_clone(request, monkeypatch):
   """Paths of weights are relative to the clone."""
   monkeypatch.chdir(request.config.rootpath)
+
+
+@pytest.mark.parametrize(
+  "names",
+  [
+    ("gin/runs/speedup", "experiments/editing/editing", "gin/drafts/aggressive"),
+    ("gin/runs/speedup", "experiments/summaries/summaries"),
+    ("gin/runs/speedup", "experiments/gpt_like/gpt_like", "gin/verifiers/blocks"),
+    ("gin/runs/speedup", "experiments/methods/boosted"),
+    ("gin/runs/check", "experiments/gpt_like/gpt_like"),
+    ("experiments/gpt_like/generate",),
+    *((f"gin/runs/train_{step}", "experiments/editing/train_editing") for step in STEPS),
+    ("gin/runs/train_target", "experiments/summaries/train_summaries"),
+    *((f"experiments/gpt_like/train_gpt_{step}",) for step in STEPS),
+  ],
+  ids="+".join,
+)
+def test_runs_parse_with_the_files_of_studies(names):
+  try:
+    run.parse_gin([f"{name}.gin" for name in names], [], [])
+  finally:
+    gin.clear_config()
 
 
 def outputs(pair, texts, gamma):
