@@ -111,8 +111,11 @@ def test_installed_package_contains_what_its_gin_files_use(tmp_path):
   for path in sorted((package / "gin_files" / "gin").rglob("*.gin")):
     text = path.read_text()
     assert "experiments" not in text, path
-    used = [package / "gin_files" / name for name in re.findall(r"^include '(.+)'", text, re.M)]
-    used += [path.parents[1] / name for name in re.findall(r"'(tasks/.+\.(?:txt|jsonl))'", text)]
+    used = [package / "gin_files" / name for name in re.findall(r"^include '(gin/.+)'", text, re.M)]
+    used += [
+      package / "gin_files" / "gin" / name
+      for name in re.findall(r"'(tasks/.+\.(?:txt|jsonl))'", text)
+    ]
     used += [package / "assets" / name for name in re.findall(r"asset\.name = '(.+)'", text)]
     for module in re.findall(r"^from (specdec_jax\S*) import (\w+)", text, re.M):
       module = tmp_path.joinpath(*".".join(module).split("."))
