@@ -4,6 +4,8 @@ import copy
 import inspect
 import pathlib
 import re
+import subprocess
+import sys
 
 import gin
 import pytest
@@ -30,7 +32,6 @@ WITHOUT_PAIR = {
 WITH_PAIR = [name for name in RUNS if name not in WITHOUT_PAIR]
 # test_tasks.py tests the tasks of seqio, whose module reads the environment when it is imported.
 AFTER = [
-  ("models/gpt_like",),
   ("models/gpt2",),
   ("models/random",),
   ("models/lamda",),
@@ -38,8 +39,7 @@ AFTER = [
   ("tasks/dialog", "models/gpt2"),
   ("tasks/articles", "models/random"),
   ("models/t5_1_1",),
-  ("tasks/editing", "drafts/aggressive"),
-  ("tasks/summaries",),
+  ("drafts/aggressive",),
   ("models/random", "models/sharded"),
   ("verifiers/blocks",),
   ("verifiers/gumbel",),
@@ -61,7 +61,6 @@ AFTER = [
   ("drafts/stopping",),
   ("drafts/prompt_lookup_or_ngrams",),
   ("drafts/uniform", "verifiers/blocks"),
-  ("models/gpt_like", "verifiers/blocks"),
 ]
 
 
@@ -80,24 +79,11 @@ def test_run_parses(name):
   parse(name)
 
 
-@pytest.mark.parametrize(
-  "step, task",
-  [*((step, "editing") for step in ("vocabulary", "target", "draft")), ("target", "summaries")],
-)
-def test_training_runs_parse_with_the_tasks_of_english(step, task):
-  files = f"runs/train_{step}", f"tasks/train_{task}"
-  parse(*files)
-  values = [value_of(name, *files) for name in ("DATA", "PAIR_TARGET")]
-  assert values == [f"runs/{task}/data", f"runs/{task}/pair/target"]
-
-
 @pytest.mark.parametrize("after", AFTER, ids="+".join)
 def test_runs_parse_with_files_of_models_tasks_and_drafts(after):
   for name in WITH_PAIR:
     # These read their own texts, not those of a task.
-    if name in ("translate", "generate", "serve") and any(
-      other.startswith("tasks/") for other in after
-    ):
+    if name in ("translate", "serve") and any(other.startswith("tasks/") for other in after):
       continue
     parse(f"runs/{name}", *after)
 
@@ -116,9 +102,25 @@ def test_a_run_parses_with_each_verifier(after):
   parse("runs/speedup", *after)
 
 
-@pytest.mark.parametrize("name", ["speedup", "drafts", "cost"])
-def test_runs_that_measure_parse_with_a_replayed_pair(name):
-  parse(f"runs/{name}", "tasks/editing", "models/replay")
+def test_installed_package_contains_what_its_gin_files_use(tmp_path):
+  """Studies are not installed."""
+  build = [sys.executable, "setup.py", "-q", "build_py", "--build-lib", str(tmp_path)]
+  subprocess.run(build, cwd=GIN.parent, check=True, capture_output=True)
+  assert not [*tmp_path.rglob("experiments")]
+  package = tmp_path / "specdec_jax"
+  for path in sorted((package / "gin_files" / "gin").rglob("*.gin")):
+    text = path.read_text()
+    assert "experiments" not in text, path
+    used = [package / "gin_files" / name for name in re.findall(r"^include '(gin/.+)'", text, re.M)]
+    used += [
+      package / "gin_files" / "gin" / name
+      for name in re.findall(r"'(tasks/.+\.(?:txt|jsonl))'", text)
+    ]
+    used += [package / "assets" / name for name in re.findall(r"asset\.name = '(.+)'", text)]
+    for module in re.findall(r"^from (specdec_jax\S*) import (\w+)", text, re.M):
+      module = tmp_path.joinpath(*".".join(module).split("."))
+      used.append(module if module.is_dir() else module.with_suffix(".py"))
+    assert [name for name in used if not name.exists()] == [], path
 
 
 def macros(path: pathlib.Path) -> dict[str, str]:
@@ -234,7 +236,6 @@ def test_data_folder_of_the_environment_is_used(tmp_path, monkeypatch):
   [
     (("runs/table3", "tasks/articles"), "articles"),
     (("runs/table5", "tasks/dialog", "models/lamda"), "dialog"),
-    (("runs/drafts", "models/gpt_like"), "lm1b"),
     (("runs/speedup", "tasks/articles", "drafts/ngrams"), "articles"),
     (("runs/speedup", "drafts/retrieval", "tasks/articles"), "articles"),
   ],

@@ -120,7 +120,7 @@ def generate(capsys, monkeypatch, tmp_path):
   def call(**changes):
     settings = {**macros, "GAMMA": GAMMA, "MAX_NEW_TOKENS": LIMIT, **changes}
     flags = [f"--gin.{name}={value!r}" for name, value in settings.items()]
-    file = "--gin_file=gin/runs/generate.gin"
+    file = "--gin_file=experiments/gpt_like/generate.gin"
     try:
       status = run.main(["run", "--jax_compilation_cache_dir=", file, *flags])
     finally:

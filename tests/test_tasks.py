@@ -6,7 +6,6 @@ TensorFlow takes ten seconds to import, so all tests that need it are in this fi
 
 import copy
 import json
-import math
 import pathlib
 
 import gin
@@ -22,12 +21,10 @@ from specdec_jax.data.text import read_lines
 from specdec_jax.data.vocabularies import open_vocabulary
 from specdec_jax.data.vocabulary import PAD_ID
 from specdec_jax.errors import InputError
-from specdec_jax.models.sizes import named_config
 from specdec_jax.pairs import LoadedPair
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 DATA = tiny.SHARED.resolve() / "data"
-WORD_PIECES = str(ROOT / "specdec_jax" / "assets" / "lm1b" / "vocabulary.txt")
 SPIECE = DATA / "t5_vocab" / "spiece.model"
 TRANSLATE = "translate English to German: "
 
@@ -96,15 +93,11 @@ def prompt(tasks, texts, length):
 
 
 @pytest.mark.parametrize(
-  "task, split, prefix, vocabulary",
-  [
-    ("wmt14_ende", "test", TRANSLATE, "T5_VOCABULARY"),
-    ("cnn_dm", "validation", "summarize: ", "T5_VOCABULARY"),
-    ("lm1b", "train", "", "WORD_PIECES"),
-  ],
+  "task, split, prefix",
+  [("wmt14_ende", "test", TRANSLATE), ("cnn_dm", "validation", "summarize: ")],
 )
 def test_examples_of_tfds_have_the_prefix_and_the_tokens_of_the_vocabulary(
-  tasks, task, split, prefix, vocabulary
+  tasks, task, split, prefix
 ):
   with mocked():
     found = examples(f"specdec_{task}", split, 64)
@@ -114,7 +107,7 @@ def test_examples_of_tfds_have_the_prefix_and_the_tokens_of_the_vocabulary(
     written = row["targets_pretokenized"].decode()
     assert source.startswith(prefix) and written
     for ids, text in ((row["inputs"], source), (row["targets"], written)):
-      assert ids.tolist() == [*getattr(tasks, vocabulary).encode(text), EOS_ID]
+      assert ids.tolist() == [*tasks.T5_VOCABULARY.encode(text), EOS_ID]
       assert not {EOS_ID, PAD_ID} & {*ids[:-1]}
 
 
@@ -127,10 +120,6 @@ def test_fields_of_inputs_and_targets(tasks):
     (row,) = examples("specdec_cnn_dm")
   assert row["inputs_pretokenized"] == b"summarize: A man runs."
   assert row["targets_pretokenized"] == b"He runs."
-  with mocked({"text": ["A man runs ."]}):
-    (row,) = examples("specdec_lm1b")
-  assert row["inputs"].tolist() == [EOS_ID] and row["targets_pretokenized"] == b"A man runs ."
-  assert tasks.WORD_PIECES.decode(row["targets"].tolist()) == "a man runs . [END]"
 
 
 def test_limit_returns_the_first_sources(tasks):
@@ -160,8 +149,8 @@ def test_missing_data_of_tfds_is_reported(tasks, tmp_path):
 def test_unknown_tasks_and_splits_are_reported(tasks):
   with pytest.raises(InputError, match="no task wmt14; .*specdec_wmt14_ende"):
     tasks.sources("wmt14")
-  with pytest.raises(InputError, match="no split validation; it has train, test"):
-    tasks.sources("specdec_lm1b", "validation")
+  with pytest.raises(InputError, match="no split dev; it has train, validation, test"):
+    tasks.sources("specdec_wmt14_ende", "dev")
 
 
 # Real text with T5's vocabulary.
@@ -253,39 +242,6 @@ def test_batches_of_prompts_as_documented(tasks):
   np.testing.assert_array_equal(batch["encoder_input_tokens"], prompt(tasks, texts, 32))
 
 
-# Real text with the bundled word pieces.
-
-
-def test_word_pieces_equal_those_of_seqio(tasks):
-  """Seqio's own class returns a padded table for words of several pieces and counts an extra id."""
-  ours, theirs = open_vocabulary(WORD_PIECES), tasks.WORD_PIECES
-  assert (theirs.vocab_size, theirs.pad_id, theirs.eos_id) == (len(ours), PAD_ID, ours.eos_id)
-  text = "The Verizon-like [END] of 2,010 \u20ac; caf\u00e9s \u65e5\u672c"
-  ids = ours.encode(text)[:-1]
-  assert len(ids) > len(text.split()) + 5 and [*theirs.encode(text)] == ids
-  assert theirs.decode(ids) == ours.decode(ids)
-  assert [*theirs.encode("")] == []
-
-
-@pytest.mark.parametrize(
-  "text, as_if", [("Ma\u00df", "mass"), ("so\u2026", "so..."), ("a \ufffd b", "a \u65e5 b")]
-)
-def test_characters_that_tensorflow_text_normalizes(tasks, text, as_if):
-  ours, theirs = open_vocabulary(WORD_PIECES), tasks.WORD_PIECES
-  assert [*theirs.encode(text)] == [*theirs.encode(as_if)] == ours.encode(as_if)[:-1]
-  assert [*theirs.encode(text)] != ours.encode(text)[:-1]
-
-
-def test_news_sentences_have_the_same_tokens_in_seqio_as_in_training(tasks):
-  (path,) = shared("lm1b_sample/1b_benchmark.dev.tokens.gz")
-  lines, words = read_lines(path, 2000), open_vocabulary(WORD_PIECES)
-  rows = [row["targets"].tolist() for row in examples("specdec_lm1b_sample", "train", 512)]
-  assert len(rows) == 12_216 and tasks.sources("specdec_lm1b_sample", "train", 2) == ["", ""]
-  different = [i for i, line in enumerate(lines) if rows[i] != words.encode(line)]
-  assert len(different) < 10
-  assert all(any(ord(c) > 127 for c in lines[i]) for i in different)
-
-
 # Local text.
 
 
@@ -361,7 +317,7 @@ def test_file_of_a_task_gives_its_texts_to_every_run(tasks, texts_of, task, pref
 
 @pytest.mark.parametrize(
   "task, fields",
-  [("cnn_dm", ("article", "highlights")), ("wmt_ende", ("en", "de")), ("lm1b", ("text",))],
+  [("cnn_dm", ("article", "highlights")), ("wmt_ende", ("en", "de"))],
 )
 @pytest.mark.parametrize("run", ["table3", "table5", "drafts"])
 def test_ngrams_are_counted_in_targets_of_the_task(tasks, monkeypatch, tmp_path, run, task, fields):
@@ -400,7 +356,6 @@ def test_reproduction_reads_the_tasks_of_the_paper(tasks, monkeypatch):
     ("specdec_wmt14_ende", {"BLEU": 100}),
     ("specdec_multi30k_ende", {"BLEU": 100}),
     ("specdec_cnn_dm", {"ROUGE-1": 100, "ROUGE-2": 100, "ROUGE-Lsum": 100}),
-    ("specdec_lm1b", {}),
   ],
 )
 def test_tasks_have_the_metrics_of_their_outputs(tasks, name, scores):
@@ -431,39 +386,22 @@ def test_training_reads_the_texts_of_a_task(tasks, monkeypatch, tmp_path):
 
 
 @pytest.mark.parametrize(
-  "files, texts, config",
-  [
-    (("train_gpt_target", "lm1b", "train_gpt_like_97m"), "train.targets", ("gpt_like", "97m")),
-    (("train_gpt_target", "lm1b", "train_gpt_like_6m"), "train.targets", ("gpt_like", "6m")),
-    (("train_target", "wmt_ende", "finetune_t5"), "train.inputs", None),
-    (("train_target", "cnn_dm", "finetune_t5"), "train.inputs", None),
-  ],
+  "task",
+  ["wmt_ende", "cnn_dm"],
 )
-def test_gin_files_train_the_models_of_the_paper(tasks, monkeypatch, files, texts, config):
-  run_file, task, models = files
-  names = [f"runs/{run_file}", f"tasks/{task}", *(["tasks/training_text"] * (config is None))]
+def test_gin_files_fine_tune_a_t5_on_a_task(tasks, monkeypatch, task):
+  names = "runs/train_target", f"tasks/{task}", "tasks/training_text", "models/finetune_t5"
   monkeypatch.chdir(ROOT)
   gin.clear_config()
   try:
-    command.parse_gin([f"gin/{name}.gin" for name in [*names, f"models/{models}"]], [], [])
-    of_target = "train.train_target"
-    bound = gin.get_bindings(of_target, resolve_references=False)
-    used = gin.query_parameter("%TRAIN_TEXTS") if config else bound["sources"]
-    assert used[0] == texts
-    if config:
-      built = copy.deepcopy(gin.query_parameter(f"{of_target}.config"))
-      assert built == named_config(*config)
-    else:
-      assert "start" in bound and bound["max_source_tokens"] == 512
-    settings = copy.deepcopy(gin.query_parameter(f"{of_target}.settings"))
-    assert settings.warmup_steps < (settings.max_steps or math.inf)
+    command.parse_gin([f"gin/{name}.gin" for name in names], [], [])
+    bound = gin.get_bindings("train.train_target", resolve_references=False)
+    settings = copy.deepcopy(gin.query_parameter("train.train_target.settings"))
   finally:
     gin.clear_config()
-
-
-def test_unconditional_generation_has_one_empty_source_per_sentence(tasks, texts_of):
-  with mocked({"text": ["one", "two", "three"]}):
-    assert texts_of("runs/speedup", "tasks/lm1b", bindings="NUM_TEXTS = 2") == ["", ""]
+  assert bound["sources"][0] == "train.inputs"
+  assert "start" in bound and bound["max_source_tokens"] == 512
+  assert settings.warmup_steps < settings.max_steps
 
 
 @pytest.mark.parametrize(

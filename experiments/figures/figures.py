@@ -2,7 +2,7 @@
 
 python -m experiments.figures.figures --figure 2 --output figure2.svg
 python -m experiments.figures.figures --figure 5 --records results.jsonl --output figure5.png
-python -m experiments.figures.figures --figure 1 --gin_file gin/models/gpt_like.gin \\
+python -m experiments.figures.figures --figure 1 --gin_file experiments/gpt_like/gpt_like.gin \\
   --temperature 1 --output figure1.svg
 """
 
@@ -480,7 +480,8 @@ def main() -> None:
   )
   parser.add_argument("--num_tokens", type=int, default=20, help="tokens per row in Figure 5")
   parser.add_argument(
-    "--gin_file", help="gin file that sets the pair of Figure 1, such as gin/models/gpt_like.gin"
+    "--gin_file",
+    help="gin file that sets the pair of Figure 1, such as experiments/gpt_like/gpt_like.gin",
   )
   parser.add_argument(
     "--text",

@@ -11,8 +11,11 @@ task=${1:-} files=() steps=(vocabulary target draft)
 case $task in
   multi30k) prefix=gin/runs/train ;;
   lm1b) prefix=experiments/gpt_like/train_gpt ;;
-  editing) prefix=gin/runs/train && files=(--gin_file=gin/tasks/train_editing.gin) ;;
-  summaries) prefix=gin/runs/train && files=(--gin_file=gin/tasks/train_summaries.gin) && steps=(target) ;;
+  editing) prefix=gin/runs/train && files=(--gin_file=experiments/editing/train_editing.gin) ;;
+  summaries)
+    prefix=gin/runs/train && files=(--gin_file=experiments/summaries/train_summaries.gin)
+    steps=(target)
+    ;;
   *) echo "error: the pair is '$task'; choose multi30k, lm1b, editing or summaries." >&2 && exit 2 ;;
 esac
 shift

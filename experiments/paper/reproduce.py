@@ -117,8 +117,8 @@ class StandIns:
   def example(self, task: Task) -> tuple[LoadedPair, str]:
     """Return a pair and a text whose rounds are drawn in Figure 1."""
     # The GPT-like pair, because the paper's figure has a model without an encoder.
-    target, draft = asset("lm1b/gpt_like_4m"), asset("lm1b/gpt_like_600k")
-    return load_pair(target, draft, asset("lm1b/vocabulary.txt")), ""
+    names = "gpt_like_4m", "gpt_like_600k", "vocabulary.txt"
+    return load_pair(*(f"experiments/gpt_like/weights/{name}" for name in names)), ""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,20 +1,18 @@
 """The paper's tasks and Multi30k for seqio, preprocessed as in T5.
 
 The module `tasks` imports this module if seqio is installed. The inputs of an example are T5's
-prefix and a text (empty for lm1b), and the targets are the reference output. Both are tokenized
-with T5's vocabulary (for lm1b, with the word pieces of the GPT-like models), truncated to the
-requested lengths and followed by EOS.
+prefix and a text, and the targets are the reference output. Both are tokenized with T5's
+vocabulary, truncated to the requested lengths and followed by EOS.
 
 No dataset is downloaded: datasets of TFDS must be prepared on this machine. T5's vocabulary is read
 when a task is first tokenized. Two environment variables name paths. SPECDEC_T5_VOCABULARY is the
 path of a copy of T5's SentencePiece model, by default in gs://t5-data. SPECDEC_DATA is the path of
-the folder that contains multi30k and lm1b_sample, by default `data`.
+the folder that contains multi30k, by default `data`.
 
 Source: t5/data/tasks.py and utils.py of google-research/text-to-text-transfer-transformer.
 """
 
 import os
-import pathlib
 from collections.abc import Callable, Mapping, Sequence
 
 import seqio
@@ -30,34 +28,6 @@ tf.config.set_visible_devices([], "GPU")  # TensorFlow would reserve memory that
 T5_VOCABULARY = seqio.SentencePieceVocabulary(
   os.environ.get("SPECDEC_T5_VOCABULARY", "gs://t5-data/vocabs/cc_all.32000/sentencepiece.model"),
   extra_ids=100,
-)
-
-
-class WordPieceVocabulary(seqio.BertWordPieceVocabulary):
-  """Seqio's vocabulary of word pieces, corrected for words that consist of several pieces.
-
-  Encoding returns a flat sequence of ids, and decoding joins the pieces of a word. The ids equal
-  the ids of `word_pieces.WordPieces`, except for characters that tensorflow_text normalizes and
-  BERT's tokenizer does not, such as \u00df (to ss) and \u2026 (to three full stops).
-  """
-
-  @property
-  def _base_vocab_size(self):
-    return super()._base_vocab_size - 1  # tensorflow_text counts a bucket of unknown words
-
-  def _encode_tf(self, s):
-    return tf.cast(self.tf_tokenizer.tokenize(s).flat_values, tf.int32)
-
-  def _decode_tf(self, ids):
-    words = self.tf_tokenizer.detokenize(ids[None])
-    return tf.strings.reduce_join(words.flat_values, separator=" ")
-
-
-WORD_PIECES = WordPieceVocabulary(
-  str(pathlib.Path(__file__).parents[1] / "assets" / "lm1b" / "vocabulary.txt"),
-  lower_case=True,
-  start_of_sequence_id=0,
-  end_of_sequence_id=1,
 )
 
 
@@ -171,7 +141,6 @@ def _multi30k(split: str) -> tuple[str, str]:
 
 _EN_DE = "translate English to German: "
 _MULTI30K = {"train": "train", "validation": "val", "test": "test_2016_flickr"}
-_LM1B = _in_data("lm1b_sample/1b_benchmark.dev.tokens.gz")
 
 # Validation is newstest2013 and test is newstest2014.
 _WMT14 = PreparedTfds("wmt14_translate/de-en:1.0.0")
@@ -179,8 +148,6 @@ add_task("specdec_wmt14_ende", _WMT14, _EN_DE, "en", "de", metrics=["BLEU"])
 _CNN_DM = PreparedTfds("cnn_dailymail:3.4.0")
 _ROUGE = "ROUGE-1", "ROUGE-2", "ROUGE-Lsum"
 add_task("specdec_cnn_dm", _CNN_DM, "summarize: ", "article", "highlights", metrics=_ROUGE)
-_lm1b = PreparedTfds("lm1b:1.1.0", ("train", "test"))
-add_task("specdec_lm1b", _lm1b, "", None, "text", WORD_PIECES)
 add_task(
   "specdec_multi30k_ende",
   text_pairs({split: _multi30k(name) for split, name in _MULTI30K.items()}),
@@ -189,6 +156,3 @@ add_task(
   "target",
   metrics=["BLEU"],
 )
-# Held-out sentences of lm1b. Both sides of the parallel text are the same file.
-_sample = text_pairs({"train": (_LM1B, _LM1B)})
-add_task("specdec_lm1b_sample", _sample, "", None, "target", WORD_PIECES)

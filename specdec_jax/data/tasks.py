@@ -18,15 +18,12 @@ _MISSING = (
   "checkout pip install -e '.[tasks]'), or read a file with one text per line with "
   "--gin.TEXTS='@text.read_lines()' and --gin.INPUT."
 )
-_SEQIO_NAMES = "T5_VOCABULARY", "WORD_PIECES", "PreparedTfds", "WordPieceVocabulary"
-_SEQIO_NAMES += "add_task", "text_pairs"
+_SEQIO_NAMES = "T5_VOCABULARY", "PreparedTfds", "add_task", "text_pairs"
 
 if _HAS_SEQIO:
   from specdec_jax.data.seqio_tasks import (  # noqa: F401  names of this module
     T5_VOCABULARY,
-    WORD_PIECES,
     PreparedTfds,
-    WordPieceVocabulary,
     add_task,
     text_pairs,
   )

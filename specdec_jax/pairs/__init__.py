@@ -12,7 +12,6 @@ from specdec_jax.drafts.composed import (
   tree_draft,
 )
 from specdec_jax.pairs.load import (
-  ASSETS,
   EMBEDDED,
   GenerationWarning,
   asset,
@@ -27,7 +26,6 @@ from specdec_jax.pairs.random_weights import random_draft, random_pair
 from specdec_jax.pairs.speculators import random_speculator, speculator
 
 __all__ = [
-  "ASSETS",
   "EMBEDDED",
   "DraftFactory",
   "GenerationWarning",
