@@ -17,10 +17,8 @@ _INSTALLED = PACKAGE / "gin_files"
 HOME = _INSTALLED if _INSTALLED.is_dir() else PACKAGE.parent  # the folder that contains gin/
 
 # Names of runs by purpose, as `specdec --help` lists them. All other runs measure.
-TAKES_NAMES = ("data", "find_draft", "reproduce")  # runs whose arguments are names, not runs
+TAKES_NAMES = ("reproduce",)  # runs whose arguments are names, not runs
 USE = (
-  "data",
-  "find_draft",
   "quickstart",
   "translate",
   "generate",
@@ -30,12 +28,8 @@ USE = (
   "check_exactness",
 )
 TRAIN = "train_"  # prefix of the names of runs that train
-_DATA_SETS = {  # names of data sets by their folder
-  "multi30k": "multi30k",
-  "wmt_newstest_ende": "wmt14",
-  "lm1b_sample": "lm1b",
-  "t5_vocab": "t5_vocabulary",
-}
+# Folders of the data sets that docs/data.md downloads.
+_DATA_SETS = "multi30k", "wmt_newstest_ende", "lm1b_sample", "t5_vocab"
 REPRODUCE = (
   "reproduce",
   "table2",
@@ -146,7 +140,7 @@ def default(
   if parts[0] == "data":
     path = os.path.join(data_folder(), *parts[1:])
     if len(parts) > 1 and parts[1] in _DATA_SETS:
-      how = f", or run specdec data {_DATA_SETS[parts[1]]}, which downloads it"
+      how = ", or download it as in docs/data.md"
   if pathlib.Path(path).exists():
     return path
   if instead is None:

@@ -32,13 +32,9 @@ from specdec_jax.core.sampling import Sampling, split_keys
 from specdec_jax.core.trees import DynamicTree, Tree, branching, chain
 from specdec_jax.core.types import Params
 from specdec_jax.core.verify.tokens import TokenVerifier
-from specdec_jax.data.text import read_lines
 from specdec_jax.data.vocabularies import open_vocabulary
 from specdec_jax.drafts.composed import (
   draft_sampling,
-  forest_draft,
-  hierarchical_draft,
-  stop_at_miss_draft,
 )
 from specdec_jax.errors import InputError, require_types, shown
 from specdec_jax.generate import Pair
@@ -156,7 +152,7 @@ def test_device_memory_is_that_of_the_devices_that_run():
     (speedup, dict(max_new_tokens=0), f"max_new_tokens is 0; {COUNT}"),
     (decode, dict(seed=DIGITS), f"seed is {DIGITS}; {SEED}"),
     (decode, dict(tree="x"), f"tree is 'x'; {TREE}"),
-    (decode, dict(tree=[3]), "A tree has parents (3,); they must be whole numbers in ascending"),
+    (decode, dict(tree=[3]), "A tree has parents (3,); they must be in ascending"),
     (decode, dict(tree=[0], gamma="auto"), "gamma is 'auto' and tree is [0]: a tree leaves no"),
     (decode, dict(output_dir=5), "output_dir is 5; it must be a string."),
     (decode, dict(texts=5), "texts is 5; it must be a string or a list (each a string)."),
@@ -232,8 +228,6 @@ def test_invalid_trees_are_rejected():
   chain(1)
   assert error_of(chain, True) == "gamma is True; " + COUNT.replace("from 1", "from 0")
   assert error_of(branching, 10**9, 10).startswith("a tree of 1000000001 nodes would take at least")
-  for wrong in (b"\0\0", "00", [0.0], [None], np.zeros((2, 2), int), 5):
-    assert error_of(Tree, wrong).startswith("A tree has parents ")
   assert Tree(np.array([0, 0, 1])) == Tree((0, 0, 1)) and Tree(np.arange(3)) == chain(3)
 
 
@@ -366,15 +360,9 @@ def test_commands_reject_the_draft_beams_that_the_api_rejects(tmp_path):
 @pytest.mark.parametrize(
   "settings, sentence",
   [
-    (
-      dict(draft=None),
-      "draft is None; it must be a path, a name, a model in memory or a function.",
-    ),
-    (dict(target=5), "target is 5; it must be a path, a name or a model in memory."),
     (dict(vocabulary=5), "vocabulary is 5; it must be a string"),
     (dict(extra_ids="x"), "extra_ids is 'x'; it must be a whole number or 'auto'."),
-    (dict(extra_ids=-1), "extra_ids is -1; it must be from 0 to 1000000 (T5's has 100)."),
-    (dict(extra_ids=10**9), "extra_ids is 1000000000; it must be from 0 to 1000000"),
+    (dict(extra_ids=-1), "extra_ids is -1; it must be a whole number, from 0"),
     (dict(weights="int4"), "weights is 'int4'; it must be 'float' or 'stored' or 'int8'."),
     (dict(max_source_tokens=True), "max_source_tokens is True; it must be a whole number."),
     (dict(max_source_tokens=10**30), f"max_source_tokens is {10**30}; {COUNT}"),
@@ -392,27 +380,6 @@ def test_load_pair_rejects_invalid_settings(settings, sentence):
   if "alpha" not in settings and settings.keys() <= {"dtype", "max_source_tokens", "vocabulary"}:
     random = functools.partial(random_pair, target="tiny", draft="tiny", alpha=0.5)
     assert error_of(random, **settings).startswith(sentence)
-
-
-def test_functions_that_return_a_value_of_the_wrong_type_are_reported():
-  paths = {name: str(tiny_pair.folder() / name) for name in ("target", "vocabulary.model")}
-  load = functools.partial(load_pair, paths["target"], vocabulary=paths["vocabulary.model"])
-  near = functools.partial(checkpoint_draft, model=str(tiny_pair.folder() / "near"))
-
-  def nothing(*_, **__):
-    return None
-
-  message = "The function given as draft returns None for a target; it must return a DraftFactory"
-  message += " (specdec_jax.core.loading)."
-  assert error_of(load, draft=nothing) == message
-  assert error_of(load, draft=functools.partial(stop_at_miss_draft, draft=nothing)) == message
-  hierarchical = functools.partial(hierarchical_draft, draft=near, inner=nothing)
-  assert error_of(load, draft=hierarchical) == message
-  forest = functools.partial(forest_draft, drafts=[near, nothing])
-  assert error_of(load, draft=forest) == message
-  message = "it must return a tree like the parameters', with a jax.sharding.Sharding for each."
-  for wrong in (lambda *_, **__: 5, lambda x, config: jax.tree.map(lambda _: 5, x), nothing):
-    assert error_of(load, draft=near, shardings=wrong).endswith(message)
 
 
 @pytest.mark.parametrize(
@@ -437,18 +404,13 @@ def test_invalid_training_settings_are_rejected(settings, sentence):
 @pytest.mark.parametrize(
   "settings, sentence",
   [
-    (dict(emb_dim=0), f"emb_dim is 0; {COUNT}"),
     (dict(num_heads=True), "num_heads is True; it must be a whole number."),
-    (dict(num_encoder_layers=-1), f"num_encoder_layers is -1; {COUNT}"),
     (dict(num_encoder_layers=1.5), "num_encoder_layers is 1.5; it must be a whole number."),
     (dict(dropout_rate=2.0), "dropout_rate is 2.0; it must lie in [0, 1)."),
     (
       dict(activation=5),
       "activation is 5; it must be 'gelu' or 'gelu_exact' or 'relu' or 'silu'.",
     ),
-    (dict(num_kv_heads=3), "num_kv_heads is 3; it must divide num_heads, 2."),
-    (dict(encoder_sizes=(8, 2, 2, 4, 0)), f"encoder_sizes is 0; {COUNT}"),
-    (dict(logits_cap=0.0), "logits_cap is 0.0; it must be a finite number above 0."),
   ],
   ids=str,
 )
@@ -456,13 +418,11 @@ def test_invalid_model_configuration_is_rejected(settings, sentence):
   assert error_of(tiny.config, **settings) == sentence
 
 
-def test_invalid_vocabulary_settings_and_closed_stdin_are_reported(monkeypatch, tmp_path):
+def test_invalid_vocabulary_settings_are_reported(tmp_path):
   assert error_of(open_vocabulary, 5) == "path is 5; it must be a string."
   fit = functools.partial(fit_vocabulary, str(tmp_path), [], vocabulary="v.model")
   assert error_of(fit, size="x") == "size is 'x'; it must be a whole number."
   assert error_of(fit, size=-1) == f"size is -1; {COUNT}"
-  monkeypatch.setattr("sys.stdin", None)  # Python's value when the stream is closed
-  assert error_of(read_lines, "-").startswith("standard input is closed; give the path")
 
 
 def test_require_types_checks_arguments_against_annotations():
@@ -489,11 +449,6 @@ def test_require_types_checks_arguments_against_annotations():
     ("zeros.gin", [], NUL_IN_GIN),
     ("gin/runs/translate.gin", ["SEED='x'"], "seed is 'x'; it must be a whole number."),
     ("gin/runs/translate.gin", ["GAMMA=2000000000"], "a batch of 1 with max_new_tokens 128 and "),
-    (
-      "gin/runs/translate.gin",
-      ["load_pair.draft=None"],
-      "draft is None; it must be a path, a name, a model in memory or a ",
-    ),
   ],
   ids=str,
 )
@@ -564,21 +519,3 @@ def test_typed_and_legacy_keys_give_the_same_text():
   for decode_it in (autoregressive_decode, speculate):
     one, *others = (recite(decode_it, rng).tokens for rng in (rows, *legacy))
     np.testing.assert_array_equal(others, [one, one])
-
-
-@pytest.mark.parametrize(
-  "rng, shape",
-  [
-    (jax.random.split(jax.random.key(0), 3), "key<fry>[3]"),
-    (jax.random.split(jax.random.PRNGKey(0), 3), "uint32[3,2]"),
-    (jnp.zeros(3, jnp.uint32), "uint32[3]"),
-    (jnp.zeros((), jnp.int32), "int32[]"),
-    (jnp.zeros((2, 2)), "float32[2,2]"),
-  ],
-  ids=str,
-)
-def test_keys_that_do_not_match_the_rows_are_rejected(rng, shape):
-  sentence = f"rng is {shape}; give one key of jax.random.key or PRNGKey, or one for each of the 2 "
-  sentence += "rows."
-  for decode_it in (autoregressive_decode, speculate, adapt):
-    assert error_of(recite, decode_it, rng) == sentence
