@@ -572,7 +572,6 @@ DAMAGES = {
   "half an index": ("t5x zarr", "checkpoint", 0.5),
   "half a file": ("t5x msgpack", "", 0.5),
   "an array of Orbax is gone": ("orbax folders", "decoder.layers_0.mlp.wo.kernel/.zarray", None),
-  "half of what Orbax tells": ("orbax", "_METADATA", 0.5),
   "half a database": ("orbax", "manifest.ocdbt", 0.5),
   "half of safetensors": ("hf", "model.safetensors", 0.5),
   "nothing of safetensors": ("hf", "model.safetensors", 0),

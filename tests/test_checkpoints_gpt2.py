@@ -273,29 +273,12 @@ def assert_rejected(load, *words):
     ("activation_function", None, "'gelu_new'"),
     ("layer_norm_epsilon", 1e-6, "1e-05"),
     ("add_cross_attention", True, "False"),
-    ("eos_token_id", [300, -1], "whole number"),
-    ("eos_token_id", None, "whole number"),
-    ("n_head", 3, "multiple of n_head, 3"),
-    ("n_head", 0, "whole number, from 1"),
-    ("n_embd", "wide", "whole number"),
-    ("n_embd", True, "whole number"),
-    ("n_positions", 10**400, "whole number"),
     ("tie_word_embeddings", None, "True or False"),
-    ("n_inner", "wide", "whole number"),
-    ("n_layer", "two", "whole number"),
   ],
 )
 def test_unsupported_settings_are_rejected(tmp_path, field, value, said):
   path = write(tmp_path, tensors(params(CONFIG)), **{field: value})
   assert_rejected(lambda: open_checkpoint(path), field, "config.json", said)
-
-
-def test_missing_fields_of_the_config_are_reported(tmp_path):
-  path = write(tmp_path, tensors(params(CONFIG)))
-  for gone in ("n_embd", "n_head", "n_layer", "n_positions", "vocab_size"):
-    about = {field: value for field, value in ABOUT.items() if field != gone}
-    (tmp_path / "config.json").write_text(json.dumps(about))
-    assert_rejected(lambda: open_checkpoint(path), f"{gone} in", "is None")  # noqa: B023
 
 
 def test_arrays_of_other_shapes_are_named(tmp_path):

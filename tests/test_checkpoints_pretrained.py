@@ -1,4 +1,4 @@
-"""Test Hugging Face folders of each version of transformers, and damaged or hostile folders.
+"""Test Hugging Face folders of each version of transformers, and damaged folders.
 
 `test_checkpoints_huggingface.py` compares logits with PyTorch.
 """
@@ -13,10 +13,9 @@ import pytest
 import test_checkpoints_gpt2 as gpt2
 import tiny
 import tiny_pair
-from flax import serialization
 from huggingface_hub import constants
 from safetensors.numpy import load_file, save_file
-from test_checkpoints_formats import assert_rejected, hf_tensors, params, write_hf, write_own
+from test_checkpoints_formats import assert_rejected, hf_tensors, params, write_hf
 
 from specdec_jax.checkpoints.load import load_params, open_checkpoint
 from specdec_jax.data.vocabularies import open_vocabulary
@@ -24,8 +23,6 @@ from specdec_jax.errors import InputError
 from specdec_jax.pairs import load_pair
 
 CONFIG = tiny.config(vocab_size=128, layers=1)
-DEEP = "[" * 100_000 + "]" * 100_000
-NO_FIELDS = ["[]", '[["model_type", "t5"]]', "null", "9" * 5000, DEEP]
 
 
 @pytest.fixture
@@ -150,12 +147,6 @@ def test_gpt2_with_untied_logits_whose_config_says_tied(tmp_path):
 @pytest.mark.parametrize(
   ("field", "value", "said"),
   [
-    ("decoder_start_token_id", -1, "decoder_start_token_id in"),
-    ("pad_token_id", "3", "pad_token_id in"),
-    ("eos_token_id", [1, "5"], "whole number, from 0"),
-    ("eos_token_id", [], "whole number, from 0"),
-    ("eos_token_id", None, "whole number, from 0"),
-    ("eos_token_id", True, "whole number, from 0"),
     ("dense_act_fn", "silu", "'gelu_new'"),
     ("is_gated_act", False, "True"),
     ("tie_word_embeddings", "no", "True or False"),
@@ -172,19 +163,6 @@ def test_generation_config_overrides_the_config(folder):
   said = dict(decoder_start_token_id=0, eos_token_id=[9], pad_token_id=None)
   change(folder, "generation_config.json", **said)
   assert open_checkpoint(str(folder)).eos_ids == (9,)
-
-
-@pytest.mark.parametrize("field", ["decoder_start_token_id", "pad_token_id", "eos_token_id"])
-def test_file_with_the_wrong_value_is_named(folder, field):
-  """The error names generation_config.json if it has the field, otherwise config.json."""
-  change(folder, **{field: 0})
-  change(folder, "generation_config.json", **{field: -7})
-  assert_rejected(
-    folder, f"{field} in {folder}/generation_config.json is -7; it must be", config=CONFIG
-  )
-  change(folder, **{field: -8})
-  change(folder, "generation_config.json", **{field: None})
-  assert_rejected(folder, f"{field} in {folder}/config.json is -8; it must be", config=CONFIG)
 
 
 NEUTRAL = dict(num_beams=1, no_repeat_ngram_size=0, repetition_penalty=1.0, min_length=0)
@@ -260,102 +238,7 @@ def test_eos_is_compared_with_the_vocabulary(tmp_path):
     load_pair(str(path), str(path), words.path)
 
 
-# Damaged and hostile folders.
-
-
-@pytest.mark.parametrize("part", ["../model.safetensors", "/model.safetensors", "..", "", 5, None])
-def test_index_must_not_name_files_outside_its_folder(tmp_path, part):
-  path = write_hf(tmp_path / "hf", CONFIG, params(CONFIG))
-  (path / "model.safetensors").rename(tmp_path / "model.safetensors")
-  part = str(tmp_path / "model.safetensors") if part == "/model.safetensors" else part
-  change(path, "model.safetensors.index.json", weight_map={"shared.weight": part})
-  assert_rejected(path, "weight_map in", "index.json", repr(part), "shared.weight", config=CONFIG)
-
-
-def test_invalid_index_is_reported(folder):
-  (folder / "model.safetensors").unlink()
-  for text in ("{}", '{"weight_map": null}', '{"weight_map": ["x"]}', *NO_FIELDS):
-    (folder / "model.safetensors.index.json").write_text(text)
-    assert_rejected(folder, "model.safetensors.index.json", config=CONFIG)
-
-
-@pytest.mark.parametrize("elsewhere", [True, False])
-def test_index_of_other_files_is_reported(tmp_path, elsewhere):
-  """An array is not in the file that the index names, or in no file at all."""
-  folder = write_hf(tmp_path / "files", CONFIG, params(CONFIG), num_files=2)
-  where = json.loads((folder / "model.safetensors.index.json").read_text())["weight_map"]
-  name, part = next(iter(where.items()))
-  (other,) = set(where.values()) - {part}
-  tensors = {file: load_file(folder / file) for file in (part, other)}
-  moved = tensors[part].pop(name)
-  if elsewhere:
-    tensors[other][name] = moved
-  for file, arrays in tensors.items():
-    save_file(arrays, folder / file)
-  has = f"; {other} has it: files of two" if elsewhere else ", nor has another file: files of two"
-  assert_rejected(folder, f"places {name} in {part}, which does not have it{has}", config=CONFIG)
-
-
-@pytest.mark.parametrize("name", ["config.json", "generation_config.json"])
-def test_json_without_fields_is_reported(folder, name):
-  for text in NO_FIELDS:
-    (folder / name).write_text(text)
-    assert_rejected(folder, f"{name} is damaged", config=CONFIG)
-
-
-def test_deeply_nested_metadata_of_orbax_is_reported(tmp_path):
-  (tmp_path / "_METADATA").write_text(DEEP)
-  assert_rejected(tmp_path, "_METADATA is damaged", config=CONFIG)
-
-
-@pytest.mark.parametrize("where", ["../array", "/array", "a/../../array"])
-def test_index_of_t5x_must_not_name_arrays_outside_its_folder(tmp_path, where):
-  table = {"driver": "zarr", "kvstore": {"driver": "file", "path": where}}
-  saved = {"target": {"token_embedder": {"embedding": table}}}
-  (tmp_path / "checkpoint").write_bytes(serialization.to_bytes(saved))
-  assert_rejected(tmp_path, "token_embedder/embedding", where, "outside that folder", config=CONFIG)
-
-
-SIZES = ("vocab_size", "d_model", "num_heads", "d_kv", "d_ff", "num_layers", "num_decoder_layers")
-NO_SIZES = ("16", True, 16.0, -1, 0, 1e999, [16], {}, 2**31, 10**400)
-
-
-def test_invalid_sizes_are_reported(folder):
-  right = json.loads((folder / "config.json").read_text())
-  for field in SIZES:
-    for value in NO_SIZES:
-      change(folder, **right | {field: value})
-      assert_rejected(folder, f"{field} in", "whole number, from 1 to 2147483647", config=CONFIG)
-
-
-@pytest.mark.parametrize(("field", "value"), [("num_layers", 2**31 - 1), ("d_model", 2**31 - 1)])
-def test_sizes_larger_than_the_file_are_rejected(folder, field, value):
-  change(folder, **{field: value})
-  config = open_checkpoint(str(folder)).config
-  assert_rejected(folder, "does not fit the shape of the model", config=config)
-
-
-def test_gpt2_with_an_impossible_number_of_layers_is_rejected(tmp_path):
-  path = gpt2.write(tmp_path, gpt2.tensors(gpt2.params(gpt2.CONFIG)), n_layer=2**31 - 1)
-  assert_rejected(path, "too few for 2147483647 layers", config=open_checkpoint(path).config)
-
-
-@pytest.mark.parametrize(
-  ("field", "value"),
-  [
-    *[("emb_dim", value) for value in NO_SIZES],
-    ("num_encoder_layers", 0),
-    ("padded_vocab_size", 1e9),
-    ("gated", {}),
-    ("fused", "no"),
-  ],
-)
-def test_invalid_config_of_this_project_is_reported(tmp_path, field, value):
-  path = write_own(tmp_path, CONFIG, params(CONFIG))
-  change(path, **{field: value})
-  assert_rejected(path, "config.json is not the config of a model", field, config=CONFIG)
-  (path / "config.json").write_text(DEEP)
-  assert_rejected(path, "config.json is not the config of a model", config=CONFIG)
+# Damaged folders.
 
 
 def test_damaged_header_is_reported(folder):
@@ -394,7 +277,5 @@ def test_models_in_memory_equal_their_checkpoints(t5_and_words):
   assert want.tasks["summarization"] == {"prefix": "sum: ", "min_length": 3}
   with pytest.raises(InputError, match="give its vocabulary too"):
     load_pair((fields, state))
-  with pytest.raises(InputError, match="target is 3; it must be a path, a name or"):
-    load_pair(3, vocabulary=words.path)
   with pytest.raises(InputError, match="model_type in the dict in memory/config.json is 'bert'"):
     load_pair(({**fields, "model_type": "bert"}, state), vocabulary=words.path)

@@ -17,7 +17,6 @@ from specdec_jax.pairs import (
   checkpoint_draft,
   draft_sampling,
   forest_draft,
-  hierarchical_draft,
   stopping_draft,
 )
 
@@ -64,8 +63,6 @@ def test_draft_sampling_overrides_the_sampling_of_the_draft():
   [
     (lambda target: cascade_draft(target, [near], [2]), "1 drafts in a row and 1 gammas"),
     (lambda target: cascade_draft(target, [near, near], [0]), "gamma is 0"),
-    (lambda target: stopping_draft(target, prompt_lookup, 0.5), "copy-3 is not a model"),
-    (lambda target: hierarchical_draft(target, prompt_lookup, near), "copy-3 is not a model"),
   ],
 )
 def test_invalid_composition_is_rejected(make, sentence):

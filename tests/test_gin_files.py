@@ -21,8 +21,6 @@ RUNS = sorted(path.stem for path in (GIN / "runs").glob("*.gin"))
 KINDS = ("runs", "models", "tasks", "drafts", "recipes")
 # Runs that take no pair of models.
 WITHOUT_PAIR = {
-  "data",
-  "find_draft",
   "reproduce",
   "given_outputs",
   "peers",
@@ -188,8 +186,7 @@ def test_missing_default_text_falls_back_to_a_bundled_text(
   assert path.parent == GIN / "tasks" and len(texts) == (3 if is_news else 300)
   note = capsys.readouterr().err
   assert note.count("\n") == 1 and str(path) in note and f"--gin.{macro}=" in note
-  data_set = ("lm1b" if macro == "TARGET_TEXT" else "wmt14") if is_news else "multi30k"
-  assert f"or run specdec data {data_set}" in note
+  assert "or download it as in docs/data.md" in note
 
 
 @pytest.mark.parametrize("name, count", [("check_exactness", 200), ("cost", 8), ("speedup", 300)])
@@ -222,9 +219,7 @@ def test_missing_default_is_reported_with_the_name_of_its_macro(macro, name, tmp
 def test_data_folder_of_the_environment_is_used(tmp_path, monkeypatch):
   monkeypatch.setenv("SPECDEC_DATA", str(tmp_path / "texts"))
   path = tmp_path / "texts" / "multi30k" / "test_2016_flickr.en.gz"
-  with pytest.raises(
-    InputError, match=f"{path.parent}, the default of DATA, .* specdec data multi"
-  ):
+  with pytest.raises(InputError, match=f"{path.parent}, the default of DATA, .* docs/data.md"):
     value_of("DATA", "runs/train_target")
   path.parent.mkdir(parents=True)
   path.touch()

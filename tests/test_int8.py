@@ -140,9 +140,8 @@ def test_frequent_tokens_are_counted_and_include_eos():
   assert vocabulary.eos_id in chosen and chosen == sorted(set(chosen)) and len(chosen) == 8
   assert counts[others].max() <= min(counts[token] for token in chosen)
   assert frequent_tokens(vocabulary, outputs(), 1) == [vocabulary.eos_id]
-  for count in (0, len(vocabulary) + 1):
-    with pytest.raises(InputError, match=f"count is {count}"):
-      frequent_tokens(vocabulary, outputs(), count)
+  with pytest.raises(InputError, match="count is 0"):
+    frequent_tokens(vocabulary, outputs(), 0)
 
 
 @pytest.mark.parametrize("kind", [*HEADS])

@@ -362,7 +362,6 @@ def test_unsupported_networks_are_reported():
     (dict(tree=(0, 0.5)), "tree is .0, 0.5.; it must be a list"),
     (dict(tree=(0, 3, 1)), "A tree has parents .0, 3, 1.; they must be"),
     (dict(verifier=3), "verifier is 3; it must be a function"),
-    (dict(verifier=lambda sampling: 3), "verifier returns 3 for a sampling"),
     (dict(lenience=2), "lenience is 2; it must lie in"),
     (
       dict(verifier=BlockVerifier, lenience=0.5),

@@ -650,22 +650,13 @@ def test_folders_without_a_vocabulary(tmp_path):
 @pytest.mark.parametrize(
   "name, file, content, message",
   [
-    ("codet5", "vocab.json", "[]", "vocab.json is damaged: it contains a list"),
     ("codet5", "vocab.json", "{", "vocab.json is damaged: Expecting"),
-    ("codet5", "vocab.json", '{"a": "b"}', "expected the id of each token"),
     ("codet5", "merges.txt", "no version\na b c\n", "not a tokenizer file"),
-    ("marian", "vocab.json", '{"a": 0}', "vocab.json has no </s> or <unk> or <pad>"),
     ("marian", "target.spm", "text", "target.spm is not a SentencePiece model"),
     ("marian", "tokenizer_config.json", '{"separate_vocabs": true}', "one vocabulary"),
     ("m2m100", "sentencepiece.bpe.model", "text", "is not a SentencePiece model"),
     ("mbart50_pieces", "tokenizer_config.json", '{"tokenizer_class": "NllbTokenizer"}', "'NllbTok"),
     ("mbart50_pieces", "sentencepiece.bpe.model", "text", "is not a tokenizer file"),
-    (
-      "bart",
-      "tokenizer_config.json",
-      '{"added_tokens_decoder": {"a": 5}}',
-      "tokens .* are damaged",
-    ),
     ("bart", "tokenizer_config.json", "{", "tokenizer_config.json is damaged"),
     ("bart", "tokenizer.json", "{", "is not a tokenizer file"),
   ],

@@ -19,7 +19,7 @@ from jax import Array
 from specdec_jax import theory
 from specdec_jax.core.arrays import gather
 from specdec_jax.core.counts import acceptance_by_position, acceptance_rate, num_rounds, num_tokens
-from specdec_jax.core.loading import DecodeSettings, LoadedTarget, load_draft
+from specdec_jax.core.loading import DecodeSettings, LoadedTarget
 from specdec_jax.core.sampling import Sampling, row_keys
 from specdec_jax.core.trees import AnyTree, NodeLayout, chain, place_chain
 from specdec_jax.data.vocabulary import PAD_ID, Vocabulary, padded
@@ -159,7 +159,7 @@ def given_outputs(
       dtype="unknown",
       max_source_tokens=max_source_tokens,
     )
-    for drafter in (load_draft(draft, loaded) for draft in drafts)
+    for drafter in (draft(loaded) for draft in drafts)
   ]
   source_ids = [pairs[0].encode(source) for source in sources]
   output_ids = [vocabulary.encode(output)[:max_new_tokens] for output in outputs]

@@ -18,7 +18,7 @@ from specdec_jax.core.counts import (
   num_tokens,
   require_finite,
 )
-from specdec_jax.core.loading import DecodeSettings, LoadedTarget, load_draft
+from specdec_jax.core.loading import DecodeSettings, LoadedTarget
 from specdec_jax.core.sampling import Sampling
 from specdec_jax.core.trees import chain
 from specdec_jax.core.types import DecodeResult
@@ -66,7 +66,7 @@ def acceptance(
     leniences: values of the lenience l (Appendix A.5); each is measured, and 1 is exact.
   """
   pair.require_batch_size(batch_size)
-  factories = [load_draft(draft, pair.loaded_target) for draft in drafts]
+  factories = [draft(pair.loaded_target) for draft in drafts]
   pairs = [pair, *(pair.with_draft(factory) for factory in factories)]
   settings_of = functools.partial(DecodeSettings, batch_size=batch_size, seed=seed)
 

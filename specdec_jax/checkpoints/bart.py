@@ -7,14 +7,8 @@ from typing import Any, Literal
 
 import numpy as np
 
-from specdec_jax.checkpoints.pretrained import (
-  CONFIG,
-  read_eos_ids,
-  require_known,
-  require_sizes,
-)
+from specdec_jax.checkpoints.pretrained import read_eos_ids, require_known
 from specdec_jax.checkpoints.stored import LOGITS, TABLE, Checkpoint, StoredArray
-from specdec_jax.errors import InputError
 from specdec_jax.models.config import T5Config
 
 # Defaults of the fields of config.json that differ between the types of models.
@@ -115,7 +109,7 @@ def open_bart(folder: str, fields: Mapping[str, Any], arrays: dict[str, StoredAr
     for name in arrays:
       if name.startswith(stack) and "/query/" in name:
         arrays[name] = arrays[name] / sizes.head_dim**0.5
-  eos_ids = read_eos_ids(folder, fields, fields["eos_token_id"])
+  eos_ids = read_eos_ids(fields, fields["eos_token_id"])
   return Checkpoint(folder, config, arrays, None, eos_ids)
 
 
@@ -136,26 +130,7 @@ def _config(folder: str, fields: Mapping[str, Any], has_bias: bool) -> T5Config:
     share_encoder_decoder_embeddings=(True,),
     decoder_vocab_size=(fields.get("vocab_size"),),
   )
-  require_sizes(
-    folder,
-    fields,
-    "vocab_size",
-    "d_model",
-    "max_position_embeddings",
-    "encoder_layers",
-    "decoder_layers",
-    "encoder_ffn_dim",
-    "decoder_ffn_dim",
-    "encoder_attention_heads",
-    "decoder_attention_heads",
-  )
-  require_sizes(folder, fields, "pad_token_id", "decoder_start_token_id", least=0)
   width = fields["d_model"]
-  for name in ("encoder_attention_heads", "decoder_attention_heads"):
-    if width % fields[name]:
-      raise InputError(
-        f"d_model in {folder}/{CONFIG} is {width}; it must be a multiple of {name}, {fields[name]}."
-      )
 
   def sizes_of(stack: str) -> tuple[int, int, int, int, int]:
     num_heads = fields[f"{stack}_attention_heads"]
@@ -182,7 +157,7 @@ def _config(folder: str, fields: Mapping[str, Any], has_bias: bool) -> T5Config:
     num_positions=fields["max_position_embeddings"],
     pad_id=fields["pad_token_id"],
     start_id=fields["decoder_start_token_id"],
-    eos_id=read_eos_ids(folder, fields, fields["eos_token_id"])[0],
+    eos_id=read_eos_ids(fields, fields["eos_token_id"])[0],
   )
 
 

@@ -5,14 +5,8 @@ import re
 from collections.abc import Mapping
 from typing import Any, Literal
 
-from specdec_jax.checkpoints.pretrained import (
-  CONFIG,
-  read_eos_ids,
-  require_known,
-  require_sizes,
-)
+from specdec_jax.checkpoints.pretrained import read_eos_ids, require_known
 from specdec_jax.checkpoints.stored import LOGITS, TABLE, Checkpoint, StoredArray, equal, split
-from specdec_jax.errors import InputError
 from specdec_jax.models.config import GPTConfig
 
 _EOS_ID = 50256
@@ -59,8 +53,7 @@ def open_gpt2(folder: str, fields: Mapping[str, Any], arrays: dict[str, StoredAr
   """
   config = _config(folder, fields)
   scale = config.head_dim**0.5 if fields.get("scale_attn_weights", True) else 1.0
-  # A damaged config may claim any number of layers.
-  for layer in range(min(config.num_decoder_layers, len(arrays))):
+  for layer in range(config.num_decoder_layers):
     divisor = scale * (layer + 1 if fields.get("scale_attn_by_inverse_layer_idx") else 1)
     for kind in ("kernel", "bias"):
       block = f"decoder/layers_{layer}/self_attention"
@@ -76,7 +69,7 @@ def open_gpt2(folder: str, fields: Mapping[str, Any], arrays: dict[str, StoredAr
     else:  # config.json may say that they are tied
       arrays[LOGITS] = arrays[LOGITS].T
       config = dataclasses.replace(config, tied_logits=False)
-  eos_ids = read_eos_ids(folder, fields, _EOS_ID)
+  eos_ids = read_eos_ids(fields, _EOS_ID)
   return Checkpoint(folder, config, arrays, None, eos_ids)
 
 
@@ -94,28 +87,20 @@ def _config(folder: str, fields: Mapping[str, Any]) -> GPTConfig:
     add_cross_attention=(False,),
     tie_word_embeddings=(True, False),
   )
-  require_sizes(folder, fields, "vocab_size", "n_positions", "n_embd", "n_head", "n_layer")
   width, num_heads = fields["n_embd"], fields["n_head"]
-  if fields.get("n_inner") is None:
-    fields = {**fields, "n_inner": 4 * width}
-  require_sizes(folder, fields, "n_inner")
-  if width % num_heads:
-    raise InputError(
-      f"n_embd in {folder}/{CONFIG} is {width}; it must be a multiple of n_head, {num_heads}."
-    )
   return GPTConfig(
     vocab_size=fields["vocab_size"],
     emb_dim=width,
     num_heads=num_heads,
     head_dim=width // num_heads,
-    mlp_dim=fields["n_inner"],
+    mlp_dim=fields.get("n_inner") or 4 * width,
     num_decoder_layers=fields["n_layer"],
     gated=False,
     activation=_ACTIVATIONS[fields.get("activation_function", "gelu_new")],
     tied_logits=fields.get("tie_word_embeddings", True),
     biases=True,
     num_positions=fields["n_positions"],
-    eos_id=read_eos_ids(folder, fields, _EOS_ID)[0],
+    eos_id=read_eos_ids(fields, _EOS_ID)[0],
     start_id=None,
   )
 

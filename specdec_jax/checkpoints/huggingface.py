@@ -25,7 +25,6 @@ from specdec_jax.checkpoints.pretrained import (
   read_eos_ids,
   read_generation,
   require_known,
-  require_sizes,
 )
 from specdec_jax.checkpoints.stored import LOGITS, TABLE, Checkpoint, StoredArray, equal
 from specdec_jax.errors import InputError
@@ -167,7 +166,7 @@ def _open_t5(folder: str, fields: Mapping[str, Any], arrays: dict[str, StoredArr
     arrays.setdefault(LOGITS, arrays[TABLE])
   # transformers stores matrices transposed, except for the embedding table.
   arrays = {name: x.T if len(x.shape) == 2 and name != TABLE else x for name, x in arrays.items()}
-  return Checkpoint(folder, config, arrays, None, read_eos_ids(folder, fields, default=1))
+  return Checkpoint(folder, config, arrays, None, read_eos_ids(fields, default=1))
 
 
 def save_huggingface(folder: str, config: T5Config, params) -> None:
@@ -248,10 +247,7 @@ def _config(folder: str, fields: Mapping[str, Any]) -> T5Config:
   )
   fields = {"pad_token_id": 0, "decoder_start_token_id": 0, **fields}
   if fields.get("num_decoder_layers") is None:
-    fields = {**fields, "num_decoder_layers": fields.get("num_layers")}
-  sizes = "vocab_size", "d_model", "num_heads", "d_kv", "d_ff", "num_layers", "num_decoder_layers"
-  require_sizes(folder, fields, *sizes)
-  require_sizes(folder, fields, "pad_token_id", "decoder_start_token_id", least=0)
+    fields = {**fields, "num_decoder_layers": fields["num_layers"]}
   return T5Config(
     vocab_size=fields["vocab_size"],
     emb_dim=fields["d_model"],
@@ -266,7 +262,7 @@ def _config(folder: str, fields: Mapping[str, Any]) -> T5Config:
     tied_logits=fields["scale_decoder_outputs"],
     pad_id=fields["pad_token_id"],
     start_id=fields["decoder_start_token_id"],
-    eos_id=read_eos_ids(folder, fields, default=1)[0],
+    eos_id=read_eos_ids(fields, default=1)[0],
   )
 
 

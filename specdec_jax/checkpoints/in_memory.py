@@ -8,7 +8,6 @@ from flax import traverse_util
 
 from specdec_jax.checkpoints.huggingface import open_state
 from specdec_jax.checkpoints.stored import Checkpoint, StoredArray
-from specdec_jax.errors import InputError, shown
 from specdec_jax.models.config import GPTConfig, T5Config
 
 
@@ -27,16 +26,14 @@ def open_in_memory(model: Any) -> Checkpoint:
       are numpy arrays, JAX arrays or PyTorch tensors.
 
   Raises:
-    InputError: the model is none of these, or it is not supported.
+    InputError: the model is not supported.
   """
   name = type(model).__name__
   if hasattr(model, "state_dict"):
     config, arrays = model.config, model.state_dict()
-  elif is_in_memory(model):
+  else:
     config, arrays = model
     name = type(config).__name__
-  else:
-    raise InputError(f"The model is {shown(model)}; give a model of transformers or its path.")
   name = f"the {name} in memory"
   if isinstance(config, T5Config | GPTConfig):
     flat = traverse_util.flatten_dict(dict(arrays), sep="/")
@@ -50,11 +47,7 @@ def open_in_memory(model: Any) -> Checkpoint:
 
 def _fields(config: Any) -> dict[str, Any]:
   """Return the fields of a configuration of transformers."""
-  if isinstance(config, Mapping):
-    return dict(config)
-  if not hasattr(config, "to_dict"):
-    raise InputError(f"The config of the model is {shown(config)}; give that of transformers.")
-  return config.to_dict()
+  return dict(config) if isinstance(config, Mapping) else config.to_dict()
 
 
 def _array(value: Any) -> StoredArray:

@@ -66,8 +66,8 @@ def load_params(path: str, config: Config, dtype: Any = None, shardings: Shardin
 
   Raises:
     InputError: the checkpoint cannot be opened, its arrays do not have the names and shapes that
-      the config requires (the message names arrays that differ), the arrays do not fit in memory,
-      or `shardings` does not return a tree of shardings.
+      the config requires (the message names arrays that differ), or the arrays do not fit in
+      memory.
   """
   return open_checkpoint(path).load(config, dtype, shardings)
 

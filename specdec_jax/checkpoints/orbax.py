@@ -5,7 +5,6 @@ import json
 from specdec_jax.checkpoints.files import kvstore, local_copy
 from specdec_jax.checkpoints.stored import Checkpoint, infer_config, select_params
 from specdec_jax.checkpoints.zarr import open_arrays
-from specdec_jax.errors import InputError
 
 METADATA = "_METADATA"
 
@@ -16,17 +15,13 @@ def open_orbax(folder: str) -> Checkpoint:
   Tensorstore reads the arrays, because Orbax would restore the whole train state.
 
   Raises:
-    InputError: the checkpoint is damaged or contains no T5.
+    InputError: the checkpoint contains no T5.
   """
-  try:
-    with local_copy(folder, METADATA) as path, open(path, encoding="utf-8") as file:
-      metadata = json.load(file)
-    keys = [
-      [str(key["key"]) for key in leaf["key_metadata"]]
-      for leaf in metadata["tree_metadata"].values()
-    ]
-  except (ValueError, KeyError, TypeError, AttributeError, RecursionError, OSError) as error:
-    raise InputError(f"{folder}/{METADATA} is damaged: {error!r}.") from error
+  with local_copy(folder, METADATA) as path, open(path, encoding="utf-8") as file:
+    metadata = json.load(file)
+  keys = [
+    [str(key["key"]) for key in leaf["key_metadata"]] for leaf in metadata["tree_metadata"].values()
+  ]
   zarr = "zarr3" if metadata.get("use_zarr3") else "zarr"
   base = kvstore(folder)
 

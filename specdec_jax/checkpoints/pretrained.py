@@ -14,7 +14,7 @@ from safetensors import SafetensorError, safe_open
 
 from specdec_jax.checkpoints import files
 from specdec_jax.checkpoints.stored import Generation, StoredArray, equal
-from specdec_jax.errors import InputError, require_count
+from specdec_jax.errors import InputError
 
 CONFIG = "config.json"
 WEIGHTS = "model.safetensors"
@@ -55,18 +55,15 @@ def read_config(folder: str) -> dict[str, Any]:
   return fields | ids
 
 
-def read_eos_ids(folder: str, fields: Mapping[str, Any], default: int) -> tuple[int, ...]:
+def read_eos_ids(fields: Mapping[str, Any], default: int) -> tuple[int, ...]:
   """Return the ids in the field `eos_token_id`; each of them ends a text.
 
   Args:
-    folder: folder of the model, for messages.
     fields: fields of the config, such as the result of `read_config`.
     default: id to return if the field is missing.
   """
   value = fields.get("eos_token_id", default)
   eos_ids = value if isinstance(value, list) and value else [value]
-  for eos_id in eos_ids:
-    require_count(_where(folder, "eos_token_id"), eos_id, 0)
   return tuple(dict.fromkeys(eos_ids))
 
 
@@ -112,12 +109,6 @@ def _generation_config(folder: str) -> dict[str, Any]:
   return _json(folder, _GENERATION) if files.is_file(folder, _GENERATION) else {}
 
 
-def _where(folder: str, field: str) -> str:
-  """Describe a field and the file that contains it, for messages."""
-  is_generation = field in _TOKENS and _generation_config(folder).get(field) is not None
-  return f"{field} in {folder}/{_GENERATION if is_generation else CONFIG}"
-
-
 def require_known(folder: str, fields: Mapping[str, Any], **known: tuple) -> None:
   """Raise InputError unless each field has one of its supported values.
 
@@ -129,15 +120,9 @@ def require_known(folder: str, fields: Mapping[str, Any], **known: tuple) -> Non
   for field, values in known.items():
     if fields.get(field, values[0]) not in values:
       raise InputError(
-        f"{_where(folder, field)} is {fields[field]!r}; it must be "
+        f"{field} in {folder}/{CONFIG} is {fields[field]!r}; it must be "
         f"{' or '.join(map(repr, values))} for a supported model."
       )
-
-
-def require_sizes(folder: str, fields: Mapping[str, Any], *names: str, least: int = 1) -> None:
-  """Raise InputError unless each named field is a whole number that is at least `least`."""
-  for name in names:
-    require_count(_where(folder, name), fields.get(name), least)
 
 
 def open_arrays(folder: str, unused: str, rename: Callable[[str], str]) -> dict[str, StoredArray]:
@@ -150,32 +135,21 @@ def open_arrays(folder: str, unused: str, rename: Callable[[str], str]) -> dict[
 
   Raises:
     InputError: the folder has no safetensors file (pickled files are not read); files are damaged
-      or missing; an array has an unsupported dtype or is not in the file that the index names; or
-      two arrays are renamed to the same name but have different values.
+      or missing; an array has an unsupported dtype; or two arrays are renamed to the same name but
+      have different values.
   """
-  part_of: dict[str, str] = {}
   if files.is_file(folder, WEIGHTS):
     parts = [WEIGHTS]
   elif files.is_file(folder, _INDEX):
-    part_of = _weight_map(folder)
-    parts = sorted(set(part_of.values()))
+    parts = sorted(set(_json(folder, _INDEX)["weight_map"].values()))
   else:
     raise InputError(
       f"{folder} has neither {WEIGHTS} nor {_INDEX}; other formats, such as pickled weights, "
       "are not read: convert them with transformers' save_pretrained."
     )
-  arrays_in = {part: _arrays(folder, part, unused) for part in parts}
-  for name, part in part_of.items():
-    if name not in arrays_in[part] and not re.fullmatch(unused, name):
-      others = [other for other in parts if name in arrays_in[other]]
-      raise InputError(
-        f"{folder}/{_INDEX} places {name} in {part}, which does not have it"
-        + (f"; {', '.join(others)} has it" if others else ", nor has another file")
-        + ": files of two models may be mixed, or some are missing. Copy all of them again."
-      )
   arrays: dict[str, StoredArray] = {}
   for part in parts:
-    for name, array in arrays_in[part].items():
+    for name, array in _arrays(folder, part, unused).items():
       our_name = rename(name)
       if our_name in arrays and not equal(arrays[our_name], array):
         raise InputError(
@@ -184,28 +158,6 @@ def open_arrays(folder: str, unused: str, rename: Callable[[str], str]) -> dict[
         )
       arrays[our_name] = array
   return arrays
-
-
-def _weight_map(folder: str) -> dict[str, str]:
-  """Return the file name of each array, as listed in the index.
-
-  Raises:
-    InputError: the index is damaged, or a name in it is not that of a safetensors file in the
-      folder.
-  """
-  part_of = _json(folder, _INDEX).get("weight_map")
-  if not isinstance(part_of, dict):
-    raise InputError(
-      f"weight_map in {folder}/{_INDEX} is a {type(part_of).__name__}; expected the file of each "
-      "array by its name."
-    )
-  for name, part in part_of.items():
-    if not isinstance(part, str) or not re.fullmatch(r"[\w.-]+\.safetensors", part):
-      raise InputError(
-        f"weight_map in {folder}/{_INDEX} gives {part!r} for {name}; expected the name of a "
-        "safetensors file in that folder."
-      )
-  return part_of
 
 
 def _arrays(folder: str, part: str, unused: str) -> dict[str, StoredArray]:
@@ -233,10 +185,6 @@ def _arrays(folder: str, part: str, unused: str) -> dict[str, StoredArray]:
 def _json(folder: str, name: str) -> dict[str, Any]:
   try:
     with files.local_copy(folder, name) as path, open(path, encoding="utf-8") as file:
-      fields = json.load(file)
-  except (ValueError, RecursionError, OSError) as error:
+      return json.load(file)
+  except ValueError as error:
     raise InputError(f"{folder}/{name} is damaged: {error}.") from error
-  if not isinstance(fields, dict):
-    kind = type(fields).__name__
-    raise InputError(f"{folder}/{name} is damaged: it contains a {kind}, not fields by name.")
-  return fields

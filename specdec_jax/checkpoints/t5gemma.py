@@ -4,7 +4,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from specdec_jax.checkpoints.pretrained import read_eos_ids, require_known, require_sizes
+from specdec_jax.checkpoints.pretrained import read_eos_ids, require_known
 from specdec_jax.checkpoints.stored import LOGITS, TABLE, Checkpoint, StoredArray
 from specdec_jax.errors import InputError
 from specdec_jax.models.config import T5Config
@@ -65,8 +65,7 @@ def open_t5gemma(
   ids |= {name: fields[name] for name in ids if fields.get(name) is not None}
   start = fields.get("decoder_start_token_id")
   ids["decoder_start_token_id"] = ids["bos_token_id"] if start is None else start
-  require_sizes(folder, ids, "pad_token_id", "decoder_start_token_id", least=0)
-  eos_ids = read_eos_ids(folder, ids, 1)
+  eos_ids = read_eos_ids(ids, 1)
   names = "hidden_size", "num_attention_heads", "num_key_value_heads", "head_dim"
   sizes = [tuple(stack[n] for n in (*names, "intermediate_size")) for stack in (encoder, decoder)]
   emb_dim, num_heads, num_kv_heads, head_dim, mlp_dim = sizes[1]
@@ -108,24 +107,11 @@ def open_t5gemma(
 
 def _stack(folder: str, fields: Mapping[str, Any], stack: str) -> dict[str, Any]:
   """Return the fields of the encoder or of the decoder."""
-  given = fields.get(stack)
-  if not isinstance(given, Mapping):
-    raise InputError(f"{stack} in {folder} is {given!r:.60}; it must be the fields of a stack.")
+  given = fields[stack]
   rope = given.get("rope_parameters") or {}
   of_stack = {**_DEFAULTS, **{k: x for k, x in rope.items() if k == "rope_theta"}, **given}
-  require_sizes(
-    folder,
-    of_stack,
-    "vocab_size",
-    "hidden_size",
-    "num_attention_heads",
-    "num_key_value_heads",
-    "head_dim",
-    "intermediate_size",
-    "num_hidden_layers",
-  )
-  num_layers = min(of_stack["num_hidden_layers"], 1 << 20)
-  alternating = ["full_attention" if i % 2 else "sliding_attention" for i in range(num_layers)]
+  layers = range(of_stack["num_hidden_layers"])
+  alternating = ["full_attention" if i % 2 else "sliding_attention" for i in layers]
   require_known(
     folder,
     {**of_stack, "rope_type": rope.get("rope_type", "default")},

@@ -1,1 +1,1 @@
-"""Commands that gin files run: download, translate, decode, check exactness, measure, and train."""
+"""Commands that gin files run: translate, decode, check exactness, measure, and train."""

@@ -2,12 +2,13 @@
 
 import collections
 import contextlib
-import dataclasses
+import fcntl
 import functools
 import hashlib
 import itertools
 import json
 import os
+import pathlib
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -18,10 +19,9 @@ import numpy as np
 from rich.console import Console
 
 from specdec_jax import batching
-from specdec_jax.atomic_files import atomic_write, require_distinct_files
+from specdec_jax.atomic_files import atomic_write
 from specdec_jax.beams import BeamSearcher
-from specdec_jax.commands.journal import open_journal
-from specdec_jax.core.counts import num_rounds, num_tokens, require_finite
+from specdec_jax.core.counts import require_finite
 from specdec_jax.core.decode import Decoder
 from specdec_jax.core.generation_config import GenerationConfig
 from specdec_jax.core.loading import DecodeSettings
@@ -30,14 +30,10 @@ from specdec_jax.core.sampling import Sampling, row_keys
 from specdec_jax.core.trees import AnyTree
 from specdec_jax.core.types import DecodeResult, Params
 from specdec_jax.data.text import read_sources, read_stdin_lines
-from specdec_jax.errors import (
-  InputError,
-  require_count,
-  require_seed,
-)
-from specdec_jax.measure.calibrate import resolve_tree
+from specdec_jax.errors import InputError, require_count, require_seed
+from specdec_jax.measure.calibrate import params_digest, resolve_tree
 from specdec_jax.measure.progress import Progress
-from specdec_jax.pairs import LoadedPair
+from specdec_jax.pairs import LoadedPair, verifier_name
 
 # A warning is printed if more than this share of a line's letters are in single-letter pieces. With
 # the captions' vocabulary the share is at most 0.22 for captions, 0.13 for news in the median, 0.4
@@ -70,8 +66,9 @@ def translate(
   of these cases a warning is printed on standard error. Several lines with the same warning are
   summarized at the end.
 
-  If a run that writes a file is interrupted, the same command resumes it, unless the input is
-  standard input.
+  A run that writes a file appends finished lines to OUTPUT.part, which becomes OUTPUT at the end.
+  If the run is interrupted, the same command resumes it after the last line. From standard input,
+  or to a device or a pipe, lines are written directly, and nothing is resumed.
 
   Args:
     pair: target and draft; see `load_pair`.
@@ -80,9 +77,8 @@ def translate(
       model. A .jsonl file has one JSON object per line, whose field 'source' or 'text' is the
       source. A file whose name ends in .gz is decompressed. Lines of standard input are decoded as
       they arrive (with 'auto', after the last one, unless they are typed at a terminal).
-    output: path of a file, which must not be the input; '-' for standard output. A file is written
-      completely or not at all, and by one run at a time. A .jsonl file has the fields of
-      `output_records` for each source.
+    output: path of a file, which must not be the input; '-' for standard output. A .jsonl file has
+      the fields of `output_records` for each source.
     sampling: sampling method; argmax by default.
     gamma: draft tokens per round; 0 for autoregressive decoding; 'auto' chooses the fastest and
       prints why.
@@ -105,13 +101,16 @@ def translate(
 
   Raises:
     InputError: an argument is out of range, `generation` has settings other than those of logits
-      processors, or beams are combined with a temperature above 0, a tree, 'auto' or `generation`.
+      processors, beams are combined with a temperature above 0, a tree, 'auto' or `generation`, or
+      OUTPUT.part belongs to a run with other settings, another input or other checkpoints.
   """
   require_seed(seed)
   require_count("max_new_tokens", max_new_tokens)
+  require_count("num_texts", num_texts)
   pair.require_batch_size(batch_size)
-  if input is not None:
-    require_distinct_files(output, input)
+  source = 0 if input == "-" else input or ""
+  if os.path.isfile(source) and os.path.exists(output) and os.path.samefile(source, output):
+    raise InputError(f"{output} is the input and the output; name another output.")
   decode: Callable[..., DecodeResult] | None = None
   processors = pair.processors(generation or GenerationConfig())
   if beams is not None:
@@ -124,84 +123,147 @@ def translate(
     searcher = pair.beam_searcher(beams, gamma, draft_beams, length_penalty, nodes)
     decode = _best_of_beams(searcher, pair.params)
   notes = Console(stderr=True, markup=False)
-  require_count("num_texts", num_texts)
-  at_terminal = input == "-" and sys.stdin is not None and sys.stdin.isatty()
+  at_terminal = input == "-" and sys.stdin.isatty()
   batch_size = 1 if at_terminal else batch_size  # so that each line is decoded at once
-  known = [prefix] * num_texts if input is None else None
-  if input not in (None, "-"):
-    known = read_sources(input, prefix)
-  lines: Iterator[str] = iter(read_stdin_lines(prefix) if known is None else known)
   settings = DecodeSettings(sampling, batch_size, max_new_tokens, seed)
-  to_file, warnings = output != "-", _LineWarnings(pair, notes, max_new_tokens)
-  write = _write_json if output.endswith(".jsonl") else _write_text
-  with atomic_write(output) if to_file else contextlib.nullcontext(sys.stdout) as sink:
+  lines: Iterable[str]
+  if input == "-":
     if at_terminal:
       notes.print("A line, then Enter; Ctrl-D ends it.")
-    first: list[str] = []
-    if "auto" in (gamma, tree):  # the calibration needs texts before any is decoded
-      first = [*itertools.islice(lines, batch_size if at_terminal else None)]
-    calibration_texts = [line for line in first if pair.can_decode(line)]
-    shape = resolve_tree(gamma, tree, pair, calibration_texts, settings, say=notes.print)
-    description = dict(
-      models=[pair.target_path, pair.target_name, pair.draft_path, pair.draft_name],
-      arithmetic=[pair.dtype, pair.kernels, pair.max_source_tokens],
-      settings=dataclasses.asdict(settings),
-      gamma=gamma,
-      tree=tree if tree in (None, "auto") else [*tree],
-      beams=[beams, draft_beams, nodes, length_penalty],
-      generation=repr(generation),
-      inputs=hashlib.sha256("\n".join(known or []).encode()).hexdigest(),
+    lines, run = read_stdin_lines(prefix), None
+    sample = [*itertools.islice(lines, at_terminal or None)] if "auto" in (gamma, tree) else []
+    lines = itertools.chain(sample, lines)
+  else:
+    lines = sample = [prefix] * num_texts if input is None else read_sources(input, prefix)
+    run = _run_hash(
+      pair, settings, gamma, tree, beams, draft_beams, nodes, length_penalty, generation, lines
     )
-    # A device or a pipe is written to directly, so its lines cannot be written again.
-    can_resume = to_file and known is not None and os.path.isfile(output) == os.path.exists(output)
-    since, counted = time.perf_counter(), np.zeros(3, int)  # lines, tokens, rounds
-    with (
-      open_journal(output, description) if can_resume else contextlib.nullcontext() as journal,
-      Progress(disable=at_terminal or not to_file and sys.stdout.isatty()) as bar,
+  totals, warned = collections.Counter[str](), collections.defaultdict[str, list[int]](list)
+  with (
+    _open_output(output, run) as (sink, num_done),
+    Progress(disable=at_terminal or output == "-" and sys.stdout.isatty()) as bar,
+  ):
+    shape = resolve_tree(
+      gamma, tree, pair, [*filter(pair.can_decode, sample)], settings, say=notes.print
+    )
+    if num_done:
+      notes.print(f"resuming an interrupted run after line {num_done}.")
+    since, index = time.perf_counter(), num_done
+    total = len(lines) if isinstance(lines, list) else None
+    task = bar.add_task("decoding", total=total, completed=num_done)
+    sources, rows = itertools.tee(itertools.islice(lines, num_done, None))
+    to_decode: Iterable[str | None] = (row if pair.can_decode(row) else None for row in rows)
+    to_decode = to_decode if total is None else [*to_decode]
+    for texts, decoded in decode_lines(
+      pair, to_decode, shape, settings, decode, num_done, processors
     ):
-      num_done = 0
-      if journal and journal.records:
-        num_done = len(journal.records)
-        notes.print(f"resuming an interrupted run after line {num_done}.")
-        write(sink, journal.records)
-      total = None if known is None else len(known)
-      task = bar.add_task("decoding", total=total, completed=num_done)
-      remaining = itertools.islice(itertools.chain(first, lines), num_done, None)
-      sources, rows = itertools.tee(remaining)
-      checked: Iterable[str | None] = warnings.checked(rows, num_done)
-      checked = checked if known is None else [*checked]
-      index = num_done
-      outputs = decode_lines(pair, checked, shape, settings, decode, num_done, processors)
-      for texts, decoded in outputs:
-        counted += len(texts), num_tokens(decoded), num_rounds(decoded)
-        batch = [*itertools.islice(sources, len(texts))]
-        records = [*output_records(pair, index, batch, texts, decoded)]
-        index += len(texts)
-        write(sink, records)
-        if journal:
-          journal.append(records)
-        bar.advance(task, len(texts))
-        warnings.check_finished(decoded)
-  warnings.summarize()
-  num_lines, tokens, rounds = counted.tolist()
-  if rounds:
+      batch = itertools.islice(sources, len(texts))
+      records = [*output_records(pair, index, [*batch], texts, decoded)]
+      index += len(texts)
+      is_json = output.endswith(".jsonl")
+      for record in records:
+        text = record["output"].replace("\n", " ")
+        sink.write((json.dumps(record, ensure_ascii=False) if is_json else text) + "\n")
+      sink.flush()
+      bar.advance(task, len(texts))
+      totals.update(count_records(records))
+      for record in records:
+        for kind, detail in _warnings(pair, record, max_new_tokens):
+          warned[kind].append(record["index"] + 1)
+          if len(warned[kind]) == 1:
+            notes.print(f"warning: line {record['index'] + 1} {kind}{detail}.")
+  for kind, (_, *others) in warned.items():
+    if others:
+      shown = ", ".join(map(str, others[:10])) + (", ..." if len(others) > 10 else "")
+      if len(others) > 1:
+        kind = kind.replace("is ", "are ", 1).replace("was ", "were ", 1)
+      noun = "line" if len(others) == 1 else "lines"
+      notes.print(f"warning: {len(others)} more {noun} {kind}: {shown}")
+  if totals["rounds"]:
     seconds = time.perf_counter() - since
     notes.print(
-      f"{num_lines} lines, {tokens} tokens in {seconds:.1f} s with compilation, "
-      f"{tokens / rounds:.2f} tokens per target pass."
+      f"{totals['texts']} lines, {totals['tokens']} tokens in {seconds:.1f} s with compilation, "
+      f"{totals['tokens'] / totals['rounds']:.2f} tokens per target pass."
     )
 
 
-def _write_text(sink: IO[str], records: Sequence[dict]) -> None:
-  """Write the output of each record as a line; newlines in the output become spaces."""
-  sink.write("".join(record["output"].replace("\n", " ") + "\n" for record in records))
-  sink.flush()
+def _run_hash(pair: LoadedPair, *settings: object) -> str:
+  """Return a hash of settings and of everything in a pair that outputs depend on."""
+  parts = (
+    settings,
+    (pair.dtype, pair.kernels, pair.max_source_tokens, pair.continues, pair.draft_name),
+    (verifier_name(pair.verifier), pair.vocabulary.fingerprint(), params_digest(pair.params)),
+  )
+  return hashlib.sha256(repr(parts).encode()).hexdigest()
 
 
-def _write_json(sink: IO[str], records: Sequence[dict]) -> None:
-  """Write each record as a JSON object on its own line."""
-  sink.write("".join(json.dumps(record, ensure_ascii=False) + "\n" for record in records))
-  sink.flush()
+@contextlib.contextmanager
+def _open_output(output: str, run: str | None) -> Iterator[tuple[IO[str], int]]:
+  """Open an output, and yield it with the number of lines that an interrupted run has written.
+
+  A file is written to OUTPUT.part, whose first line is `run`. It becomes OUTPUT when the context
+  exits.
+
+  Args:
+    output: path of a file, or '-' for standard output.
+    run: hash of everything that the lines depend on. None, a device or a pipe is written directly.
+
+  Raises:
+    InputError: OUTPUT.part belongs to another run.
+  """
+  if output == "-":
+    yield sys.stdout, 0
+    return
+  if run is None or not os.path.basename(output) or os.path.exists(output) > os.path.isfile(output):
+    with open(output, "w", encoding="utf-8") as file:
+      yield file, 0
+    return
+  part, header = pathlib.Path(f"{os.path.realpath(output)}.part"), f"{run}\n".encode()
+  with open(part, "a", encoding="utf-8") as file:
+    try:
+      fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+      raise InputError(f"another run is writing to {output}; wait for it to end.") from None
+    lines = part.read_bytes()
+    if lines[: len(header)] != header[: len(lines)]:
+      raise InputError(
+        f"{part} has the lines of an interrupted run with other settings, another input or other "
+        "checkpoints; use the same ones to resume it, or delete the file."
+      )
+    lines = lines[: lines.rfind(b"\n") + 1]  # without a line that was not written completely
+    file.truncate(len(lines))
+    if not lines:
+      file.write(header.decode())
+    try:
+      yield file, max(0, lines.count(b"\n") - 1)
+    except BaseException:
+      if file.tell() == len(header):  # there is nothing to resume
+        part.unlink()
+      raise
+    file.flush()
+    with atomic_write(output, "wb") as complete:
+      complete.write(part.read_bytes()[len(header) :])
+    part.unlink()
+
+
+def _warnings(pair: LoadedPair, record: dict, max_new_tokens: int) -> Iterator[tuple[str, str]]:
+  """Yield the kind and the details of each warning about a line and its output."""
+  line = record["source"]
+  if not pair.can_decode(line):
+    yield "is empty", "; its output is left empty"
+    return
+  if (cut := pair.cut(line)) is not None:
+    yield f"is longer than {pair.max_source_tokens} tokens", f"; it was cut after '...{cut[-40:]}'"
+  if pair.vocabulary.eos_id not in record["tokens"]:
+    limit = f"; its output stops at the limit of {max_new_tokens} tokens"
+    yield "was not finished", limit
+  share = pair.vocabulary.single_letter_share(line)
+  if share > MAX_SINGLE_LETTER_SHARE:
+    yield (
+      "is unlike the training data of this pair",
+      f": in its vocabulary, {share:.0%} of the letters are single-letter pieces or unknown, so "
+      "that the output may be poor and slow",
+    )
 
 
 def output_records(
@@ -365,63 +427,3 @@ def _rows(decoded: DecodeResult, rows: Sequence[int]) -> DecodeResult:
     lengths=decoded.lengths[rows],
     rounds=jax.tree.map(lambda x: x[:, rows], decoded.rounds),
   )
-
-
-class _LineWarnings:
-  """Warnings about input lines and their outputs.
-
-  The first warning of each kind is printed at once. `summarize` prints the line numbers of the
-  other warnings.
-  """
-
-  def __init__(self, pair: LoadedPair, notes: Console, max_new_tokens: int):
-    self._pair, self._notes, self._max_new_tokens = pair, notes, max_new_tokens
-    self._numbers = collections.deque[int]()  # numbers of the lines that are not decoded yet
-    self._lines: dict[str, list[int]] = {}  # lines of each kind of warning
-    self._warned_of_letters = False
-
-  def checked(self, lines: Iterable[str], start: int = 0) -> Iterator[str | None]:
-    """Yield each line, or None if it cannot be decoded, and print warnings about the line."""
-    pair = self._pair
-    for number, line in enumerate(lines, start + 1):
-      if not pair.can_decode(line):
-        self._warn(number, "is empty", "; its output is left empty")
-        yield None
-        continue
-      self._numbers.append(number)
-      if (cut := pair.cut(line)) is not None:
-        kind = f"is longer than {pair.max_source_tokens} tokens"
-        self._warn(number, kind, f"; it was cut after '...{cut[-40:]}'")
-      share = 0.0 if self._warned_of_letters else pair.vocabulary.single_letter_share(line)
-      if share > MAX_SINGLE_LETTER_SHARE:
-        self._warned_of_letters = True
-        self._notes.print(
-          f"warning: line {number} is unlike the training data of this pair: in its vocabulary, "
-          f"{share:.0%} of the letters are single-letter pieces or unknown. The output may be poor "
-          "and slow. This warning is printed once."
-        )
-      yield line
-
-  def check_finished(self, decoded: Sequence[DecodeResult]) -> None:
-    """Warn about each of the next lines whose output has no EOS; see the class."""
-    for tokens in (row for d in decoded for row in d.tokens):
-      number = self._numbers.popleft()
-      if self._pair.vocabulary.eos_id not in np.asarray(tokens):
-        detail = f"; its output stops at the limit of {self._max_new_tokens} tokens"
-        self._warn(number, "was not finished", detail)
-
-  def summarize(self) -> None:
-    """For each kind of warning, print the numbers of the lines after the first."""
-    for kind, (_, *others) in self._lines.items():
-      if others:
-        shown = ", ".join(map(str, others[:10])) + (", ..." if len(others) > 10 else "")
-        if len(others) > 1:
-          kind = kind.replace("is ", "are ").replace("was ", "were ")
-        lines = "line" if len(others) == 1 else "lines"
-        self._notes.print(f"warning: {len(others)} more {lines} {kind}: {shown}")
-
-  def _warn(self, number: int, kind: str, detail: str) -> None:
-    lines = self._lines.setdefault(kind, [])
-    lines.append(number)
-    if len(lines) == 1:
-      self._notes.print(f"warning: line {number} {kind}{detail}.")

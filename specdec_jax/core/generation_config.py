@@ -251,8 +251,6 @@ class GenerationConfig:
 
 def _token_ids(name: str, value: Any) -> tuple[int, ...]:
   ids = tuple(value) if isinstance(value, list | tuple) else (value,)
-  if not ids:
-    raise InputError(f"{name} is {shown(value)}, which has no token; give at least one.")
   for token in ids:
     require_count(name, token, 0)
   return ids

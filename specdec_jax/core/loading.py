@@ -7,7 +7,6 @@ from typing import Any, NamedTuple
 from specdec_jax.core.sampling import Sampling
 from specdec_jax.core.trees import AnyTree
 from specdec_jax.core.types import Draft, Model
-from specdec_jax.errors import InputError, shown
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,18 +59,3 @@ class DraftFactory(NamedTuple):
   params: Any = ()
   path: str | None = None
   feature_layers: tuple[int, ...] = ()
-
-
-def load_draft(load: Callable[[LoadedTarget], DraftFactory], target: LoadedTarget) -> DraftFactory:
-  """Call the user's function `load` with a target, and return the resulting draft factory.
-
-  Raises:
-    InputError: the function does not return a `DraftFactory`.
-  """
-  factory = load(target)
-  if not isinstance(factory, DraftFactory):
-    raise InputError(
-      f"The function given as draft returns {shown(factory)} for a target; it must return a "
-      "DraftFactory (specdec_jax.core.loading)."
-    )
-  return factory

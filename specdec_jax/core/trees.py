@@ -70,12 +70,11 @@ class Tree:
   def __post_init__(self):
     if isinstance(self.parents, range) and self.parents == range(len(self.parents)):
       return  # a chain of any length needs no memory
-    parents = _whole_numbers(self.parents)
-    if parents is None or not _in_level_order(parents):
+    parents = tuple(map(operator.index, self.parents))
+    if not _in_level_order(parents):
       raise InputError(
-        f"A tree has parents {shown(self.parents if parents is None else parents)}; they must be "
-        "whole numbers in ascending order, each a node before its child: level order, siblings "
-        "adjacent."
+        f"A tree has parents {shown(parents)}; they must be in ascending order, each a node before "
+        "its child: level order, siblings adjacent."
       )
     is_chain = parents == (*range(len(parents)),)
     object.__setattr__(self, "parents", range(len(parents)) if is_chain else parents)
@@ -346,16 +345,6 @@ def path_to(tree: AnyTree, node: Int[Array, " B"]) -> Int[Array, "B D"] | None:
     path = np.flatnonzero(tree.ancestors[end])[1:]
     paths[end, : len(path)] = path
   return jnp.asarray(paths)[node]
-
-
-def _whole_numbers(values: Any) -> tuple[int, ...] | None:
-  """Return values as Python integers; None if they are not a sequence of whole numbers."""
-  if isinstance(values, str | bytes | bytearray | memoryview):
-    return None
-  try:
-    return tuple(operator.index(value) for value in values)
-  except TypeError:
-    return None
 
 
 def _in_level_order(parents: Sequence[int]) -> bool:

@@ -1,1 +1,1 @@
-"""Vocabularies, text files, dialogs, synthetic errors, seqio tasks and TFDS data sets."""
+"""Vocabularies, text files, quality metrics and seqio tasks."""

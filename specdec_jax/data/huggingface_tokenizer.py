@@ -17,7 +17,7 @@ from tokenizers import (
   processors,
 )
 
-from specdec_jax.data.tokenizer_config import TokenizerConfig, read_token_ids, read_tokenizer_config
+from specdec_jax.data.tokenizer_config import TokenizerConfig, read_fields, read_tokenizer_config
 from specdec_jax.data.vocabulary import DECODER_ONLY, PAD_ID, ModelTokens, Vocabulary
 from specdec_jax.errors import InputError
 
@@ -214,9 +214,7 @@ def read_byte_level_bpe(path: str, config: TokenizerConfig) -> Tokenizer:
     InputError: a file is missing or damaged.
   """
   merges = pathlib.Path(path).with_name("merges.txt")
-  if not merges.is_file():
-    raise InputError(f"There is no merges.txt next to {path}; byte-level BPE needs both files.")
-  ids = read_token_ids(pathlib.Path(path))
+  ids = read_fields(pathlib.Path(path))
   tokenizer = Tokenizer(models.BPE.from_file(path, str(merges)))
   spaced = bool(config.fields.get("add_prefix_space"))
   tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=spaced)

@@ -8,7 +8,7 @@ from tokenizers import AddedToken
 from specdec_jax.data.huggingface_tokenizer import unknown_language
 from specdec_jax.data.sentence_pieces import open_pieces
 from specdec_jax.data.tokenizer_config import (
-  read_token_ids,
+  read_fields,
   read_tokenizer_config,
   split_at_added_tokens,
 )
@@ -63,8 +63,6 @@ class MappedPieces(Vocabulary):
     self._config = config = read_tokenizer_config(source.parent)
     named = [config.token(f"{name}_token", token) for name, token in _NAMED.items()]
     self._ids = {**ids, **{token.content: i for i, token in config.added.items()}}
-    if missing := [token for token in named if token not in self._ids]:
-      raise InputError(f"{source.parent}/{VOCAB} has no {' or '.join(missing)}.")
     eos, self._unknown_id, pad = (self._ids[token] for token in named)
     added = [AddedToken(token, special=True) for token in (*named, *special)]
     added += [*config.extra, *config.added.values(), *config.named.values()]
@@ -117,7 +115,7 @@ class MarianPieces(MappedPieces):
         f"{source.parent} has a separate vocabulary of the target language (separate_vocabs); only "
         "models with one vocabulary are supported."
       )
-    ids = read_token_ids(source.with_name(VOCAB))
+    ids = read_fields(source.with_name(VOCAB))
     super().__init__(source, source.with_name("target.spm"), ids, tokens)
 
   def _split(self, text: str) -> list[str]:
@@ -135,7 +133,7 @@ class M2M100Pieces(MappedPieces):
 
   def __init__(self, path: str, tokens: ModelTokens = DECODER_ONLY):
     source = pathlib.Path(path)
-    ids = read_token_ids(source.with_name(VOCAB))
+    ids = read_fields(source.with_name(VOCAB))
     fields = read_tokenizer_config(source.parent).fields
     names = LANGUAGES[fields.get("language_codes") or "m2m100"].split()
     languages = {f"__{name}__": len(ids) + i for i, name in enumerate(names)}

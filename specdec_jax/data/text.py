@@ -8,7 +8,7 @@ import sys
 import zlib
 from collections.abc import Iterable, Iterator
 
-from specdec_jax.errors import InputError, require_count, require_text
+from specdec_jax.errors import InputError, require_count
 
 
 def read_lines(
@@ -45,8 +45,6 @@ def read_lines(
     lines = text.split("\n")
     lines = (lines[:-1] if lines[-1] == "" else lines)[:limit]
     lines = [line.rstrip("\r") for line in lines]
-    for number, line in enumerate(lines, 1):
-      require_text(f"line {number} of {path}", line)
   if num_words is not None:
     require_count("num_words", num_words)
     lines = [" ".join(line.split()[:num_words]) for line in lines]
@@ -88,7 +86,6 @@ def iter_sources(lines: Iterable[bytes], path: str, prefix: str = "") -> Iterato
       line = raw.decode("utf-8").removesuffix("\n").rstrip("\r")
     except UnicodeDecodeError as error:
       raise InputError(f"{path} is not UTF-8 text: {error}.") from error
-    require_text(f"line {number} of {path}", line)
     text = _json_text(line, f"{path}, line {number}") if is_json else line
     yield prefix + text if text.strip() else text
 
@@ -97,7 +94,7 @@ def _json_text(line: str, location: str) -> str:
   """Return the field 'source' or 'text' of a JSON object."""
   try:
     fields = json.loads(line)
-  except (ValueError, RecursionError):
+  except ValueError:
     fields = None
   text = fields.get("source", fields.get("text")) if isinstance(fields, dict) else None
   if not isinstance(text, str):
@@ -112,8 +109,6 @@ def read_stdin_lines(prefix: str = "") -> Iterator[str]:
     prefix: text prepended to each line that is not blank.
 
   Raises:
-    InputError: standard input is closed, or is not UTF-8 text.
+    InputError: standard input is not UTF-8 text.
   """
-  if sys.stdin is None:
-    raise InputError("standard input is closed; give the path of a text file instead of '-'.")
   yield from iter_sources(sys.stdin.buffer, "standard input", prefix)

@@ -5,9 +5,8 @@ from collections.abc import Sequence
 from typing import Literal
 
 from specdec_jax.data.vocabulary import DECODER_ONLY, ModelTokens, Vocabulary
-from specdec_jax.errors import InputError
+from specdec_jax.errors import InputError, require_count
 
-_MAX_EXTRA_IDS = 1_000_000  # sentinels are added one by one, which takes seconds for this number
 _T5_EXTRA_IDS = 100
 _TABLE_MULTIPLE = 128  # the rows of T5's tables are a multiple of this: 32,128 for 32,100 tokens
 _OURS = "vocabulary.model", "vocabulary.txt"
@@ -44,10 +43,7 @@ def open_vocabulary(
       out of range, or it is positive and the file is not a SentencePiece model; or the vocabulary
       does not have the source language.
   """
-  if not 0 <= extra_ids <= _MAX_EXTRA_IDS:
-    raise InputError(
-      f"extra_ids is {extra_ids}; it must be from 0 to {_MAX_EXTRA_IDS} (T5's has 100)."
-    )
+  require_count("extra_ids", extra_ids, least=0)
   path = _huggingface_file(pathlib.Path(path)) or path
   if not pathlib.Path(path).is_file():
     raise InputError(

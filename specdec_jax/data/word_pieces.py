@@ -32,9 +32,6 @@ class WordPieces(Vocabulary):
       raise InputError(
         f"{path} is not a file of BERT's word pieces; expected {_PAD} first, {_UNKNOWN} and [SEP]."
       )
-    if len(pieces) < len(self._all):
-      duplicate = next(piece for i, piece in enumerate(self._all) if pieces[piece] != i)
-      raise InputError(f"{path} has the piece {duplicate!r} twice; all lines must differ.")
     self.eos_id = ends[0]
     self._tokenizer = _tokenizer(models.WordPiece(pieces, unk_token=_UNKNOWN))
 

@@ -59,8 +59,7 @@ def fit_backoff(
     occur, in ascending order, and their successors. Missing successors are PAD_ID.
 
   Raises:
-    InputError: order is not an integer from 1 to 8, num_successors is not a positive integer, or
-      `rows` contains no tokens.
+    InputError: order is not an integer from 1 to 8, or num_successors is not a positive integer.
   """
   require_count("num_successors", num_successors)
   if not (isinstance(order, int) and 1 <= order <= MAX_ORDER):
@@ -69,8 +68,6 @@ def fit_backoff(
   text = np.concatenate([[], *rows]).astype(np.uint32)
   # Position of each token in its text; 0 is the start token.
   position = np.concatenate([[], *(np.arange(len(row)) for row in rows)])
-  if not position.any():
-    raise InputError("The rows to count hold no tokens.")
   levels = []
   for length in reversed(range(order)):
     places = np.flatnonzero(position >= max(1, length))  # the context is within the text

@@ -16,7 +16,6 @@ from specdec_jax.core.processors import Processors
 from specdec_jax.core.trees import Tree, chain, require_chain
 from specdec_jax.core.types import Context, Draft, Proposal
 from specdec_jax.drafts.forest import concatenated
-from specdec_jax.errors import InputError
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,8 +39,6 @@ class CascadeDraft(Draft):
   tree: Tree = dataclasses.field(init=False)
 
   def __post_init__(self):
-    if not self.drafts:
-      raise InputError("There are no drafts to put in a row.")
     for draft in self.drafts:
       require_chain("a draft of a cascade", draft.tree)
     object.__setattr__(self, "tree", chain(sum(draft.tree.depth for draft in self.drafts)))

@@ -9,7 +9,7 @@ import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from specdec_jax.core.loading import DraftFactory, LoadedTarget, load_draft
+from specdec_jax.core.loading import DraftFactory, LoadedTarget
 from specdec_jax.core.sampling import Sampling
 from specdec_jax.core.trees import (
   AnyTree,
@@ -23,7 +23,6 @@ from specdec_jax.core.types import Draft
 from specdec_jax.drafts.cascade import CascadeDraft
 from specdec_jax.drafts.forest import ForestDraft
 from specdec_jax.drafts.hierarchical import HierarchicalDraft
-from specdec_jax.drafts.model import ModelDraft
 from specdec_jax.drafts.recycling import RecyclingDraft
 from specdec_jax.drafts.stop_at_miss import StopAtMissDraft
 from specdec_jax.drafts.stopping import AdaptiveStoppingDraft, StoppingDraft
@@ -44,14 +43,14 @@ def hierarchical_draft(
     inner_gamma: number of draft tokens that the cheaper draft proposes per round.
 
   Raises:
-    InputError: (when the draft is built) `draft` does not load a model, or a tree is not a chain.
+    InputError: (when the draft is built) a tree is not a chain.
   """
-  model, cheaper = (load_draft(load, target) for load in (draft, inner))
+  model, cheaper = (load(target) for load in (draft, inner))
 
   def build(sampling: Sampling, tree: AnyTree) -> HierarchicalDraft:
     guesses = cheaper.build(sampling, chain(inner_gamma))
     tree = require_static("a hierarchical draft", tree)
-    return HierarchicalDraft(_of_model(model, sampling, tree).model, guesses, sampling, tree)
+    return HierarchicalDraft(model.build(sampling, tree).model, guesses, sampling, tree)
 
   return _joined(f"{model.name} by {cheaper.name}", build, [model, cheaper])
 
@@ -66,7 +65,7 @@ def forest_draft(target: LoadedTarget, drafts: Sequence[LoadsDraft]) -> DraftFac
     target: target of the pair.
     drafts: functions that load the drafts.
   """
-  factories = [load_draft(draft, target) for draft in drafts]
+  factories = [draft(target) for draft in drafts]
 
   def build(sampling: Sampling, tree: AnyTree) -> ForestDraft:
     return ForestDraft(
@@ -98,7 +97,7 @@ def cascade_draft(
     )
   for gamma in gammas:
     require_count("gamma", gamma)
-  factories = [load_draft(draft, target) for draft in drafts]
+  factories = [draft(target) for draft in drafts]
 
   def build(sampling: Sampling, tree: AnyTree) -> CascadeDraft:
     require_chain("a cascade", tree)
@@ -140,7 +139,7 @@ def tree_draft(
       return DynamicTree(num_guesses if depth > 1 else 1, depth)  # depth 1: the best token only
     return branching(*(*widths, *[1] * (depth - len(widths)))[:depth])
 
-  factory = load_draft(draft, target)
+  factory = draft(target)
 
   def build(sampling: Sampling, tree: AnyTree) -> Draft:
     return factory.build(sampling, shape(tree.depth))
@@ -161,10 +160,10 @@ def stopping_draft(
     goal: acceptance rate that the threshold is adapted to (`AdaptiveStoppingDraft`); None for a
       constant threshold.
   """
-  model = load_draft(draft, target)
+  model = draft(target)
 
   def build(sampling: Sampling, tree: AnyTree) -> StoppingDraft:
-    built = _of_model(model, sampling, tree)
+    built = model.build(sampling, tree)
     if goal is None:
       return StoppingDraft(built, threshold)
     return AdaptiveStoppingDraft(built, threshold, goal)
@@ -184,7 +183,7 @@ def stop_at_miss_draft(target: LoadedTarget, draft: LoadsDraft) -> DraftFactory:
     target: target of the pair.
     draft: function that loads a draft that selects its tokens deterministically.
   """
-  factory = load_draft(draft, target)
+  factory = draft(target)
 
   def build(sampling: Sampling, tree: AnyTree) -> StopAtMissDraft:
     return StopAtMissDraft(factory.build(sampling, tree))
@@ -205,7 +204,7 @@ def recycling_draft(
   """
   if num_recycled is not None:
     require_count("num_recycled", num_recycled)
-  factory = load_draft(draft, target)
+  factory = draft(target)
 
   def build(sampling: Sampling, tree: AnyTree) -> RecyclingDraft:
     rest = tree.depth - 1
@@ -232,14 +231,6 @@ def _joined(
   return DraftFactory(name, build, tuple(factory.params for factory in factories))
 
 
-def _of_model(factory: DraftFactory, sampling: Sampling, tree: AnyTree) -> ModelDraft:
-  """Build a draft, and raise InputError unless it is a `ModelDraft`, which has a static tree."""
-  draft = factory.build(sampling, tree)
-  if not isinstance(draft, ModelDraft):
-    raise InputError(f"{factory.name} is not a model with a static tree, as it must be here.")
-  return draft
-
-
 def draft_sampling(
   target: LoadedTarget,
   draft: LoadsDraft,
@@ -261,7 +252,7 @@ def draft_sampling(
   settings = {"temperature": temperature, "top_k": top_k, "top_p": top_p}
   given: dict[str, Any] = {name: value for name, value in settings.items() if value is not None}
   Sampling(**given)  # raises for invalid values before a model is loaded
-  factory = load_draft(draft, target)
+  factory = draft(target)
 
   def build(sampling: Sampling, tree: AnyTree) -> Draft:
     # At temperature 0 the most probable token is the best guess for any q.

@@ -21,7 +21,6 @@ from specdec_jax.core.arrays import split_rows
 from specdec_jax.core.processors import Processors
 from specdec_jax.core.trees import Tree, require_static
 from specdec_jax.core.types import Context, Draft, Proposal
-from specdec_jax.errors import InputError
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,8 +45,6 @@ class ForestDraft(Draft):
   tree: Tree = dataclasses.field(init=False)
 
   def __post_init__(self):
-    if not self.drafts:
-      raise InputError("There are no drafts to merge.")
     object.__setattr__(self, "tree", joined_at_root(self._trees)[0])
 
   def with_processors(self, processors: Processors) -> "ForestDraft":

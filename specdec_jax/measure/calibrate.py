@@ -309,7 +309,7 @@ def get_or_compute(
       cached_texts = cached["num_texts"]
       if cached_texts >= num_texts:
         return calibration, f"; found on {date} with {cached_texts} texts (cached in {path})"
-    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
+    except (OSError, ValueError, KeyError, TypeError) as error:
       fault = " ".join(f"{type(error).__name__}: {error}".split())[:200]
       warnings.warn(
         f"{path} is not a calibration ({fault}); it is measured again and replaced.", stacklevel=2
@@ -345,8 +345,8 @@ def cache_key(
     width=longest.bit_length(),  # equal for lengths within a factor of 2
     sampling=repr(settings.sampling),
     verifier=verifier_name(pair.verifier),
-    target=f"{pair.target!r} {_digest(pair.target_params)}",
-    draft=f"{pair.draft(settings.sampling, chain(1))!r} {_digest(pair.draft_params)}",
+    target=f"{pair.target!r} {params_digest(pair.target_params)}",
+    draft=f"{pair.draft(settings.sampling, chain(1))!r} {params_digest(pair.draft_params)}",
     kernels=pair.kernels,
     version=f"{__version__} {machine.commit()}, jax {jax.__version__}",
     devices=[device.device_kind for device in jax.devices()],
@@ -376,11 +376,10 @@ def _parse(fields: dict[str, Any]) -> Calibration:
   return calibration
 
 
-def _digest(params: Any) -> str:
-  """Return a checksum of the names, shapes and first values of all parameters."""
-  checksum = hashlib.sha256()
+def params_digest(params: Any) -> str:
+  """Return a hash of the names, shapes and values of all parameters."""
+  digest = hashlib.sha256()
   for path, leaf in jax.tree_util.tree_leaves_with_path(params):
-    row = np.asarray(leaf[(0,) * max(0, np.ndim(leaf) - 1)]) if np.size(leaf) else leaf
-    checksum.update(f"{jax.tree_util.keystr(path)} {np.shape(leaf)}".encode())
-    checksum.update(np.ravel(row)[:64].tobytes())
-  return checksum.hexdigest()[:16]
+    digest.update(f"{jax.tree_util.keystr(path)} {np.shape(leaf)}".encode())
+    digest.update(np.ascontiguousarray(leaf).reshape(-1).view(np.uint8))
+  return digest.hexdigest()[:16]

@@ -1,12 +1,11 @@
 """Configurations of encoder-decoders and decoder-only models."""
 
 import dataclasses
-import math
 from typing import Any, ClassVar, Literal
 
 import jax.numpy as jnp
 
-from specdec_jax.errors import InputError, require_count, require_number
+from specdec_jax.errors import InputError, require_number
 
 Weights = Literal["float", "int8"]
 
@@ -99,23 +98,6 @@ class TransformerConfig:
   pad_id: int = 0
 
   def __post_init__(self):
-    """Raise InputError if a field is invalid. Configurations may come from damaged files."""
-    sizes = "vocab_size", "emb_dim", "num_heads", "head_dim", "mlp_dim", "num_decoder_layers"
-    optional = "num_positions", "padded_vocab_size", "num_output_tokens", "num_kv_heads", "window"
-    for name in (*sizes, *optional):
-      if name in sizes or getattr(self, name) is not None:
-        require_count(name, getattr(self, name))
-    for name in ("logits_cap", "attention_cap", "rope_theta"):
-      if getattr(self, name) is not None:
-        require_number(name, getattr(self, name), 0, math.inf, "()")
-    require_count("eos_id", self.eos_id, 0)
-    require_count("pad_id", self.pad_id, 0)
-    if self.start_id is not None:
-      require_count("start_id", self.start_id, 0)
-    if self.num_heads % self.kv_heads:
-      raise InputError(
-        f"num_kv_heads is {self.num_kv_heads}; it must divide num_heads, {self.num_heads}."
-      )
     require_number("dropout_rate", self.dropout_rate, 0, 1, "[)")
     if self.table_size < self.vocab_size:
       raise InputError(
@@ -175,11 +157,8 @@ class T5Config(TransformerConfig):
 
   def __post_init__(self):
     super().__post_init__()
-    require_count("num_encoder_layers", self.num_encoder_layers)
     if self.encoder_sizes is not None:
       object.__setattr__(self, "encoder_sizes", tuple(self.encoder_sizes))  # JSON has lists only
-      for size in self.encoder_sizes:
-        require_count("encoder_sizes", size)
 
   @property
   def encoder(self) -> "T5Config":

@@ -13,7 +13,7 @@ from jaxtyping import Bool, Float, Int, UInt
 from specdec_jax.core.trees import AnyTree, NodeLayout, chain, require_static
 from specdec_jax.core.types import Model
 from specdec_jax.core.wrappers import WrappedModel
-from specdec_jax.errors import InputError, require_number
+from specdec_jax.errors import require_number
 
 _BASE = np.uint32(0x9E3779B1)  # odd and large: hashes are polynomials in it, modulo 2^32
 CERTAIN = 1e9  # added to a logit; exp(-CERTAIN / temperature) is exactly 0 in float32
@@ -57,7 +57,7 @@ class SimulatedModel(WrappedModel):
     seed: seed of the pseudo-random function.
 
   Raises:
-    InputError: alpha is outside [0, 1]; or (in `extend`) the tree is dynamic or a block is partial.
+    InputError: alpha is outside [0, 1]; or (in `extend`) the tree is dynamic.
   """
 
   alpha: float
@@ -86,10 +86,6 @@ class SimulatedModel(WrappedModel):
   ) -> tuple[Float[Array, "B K V"], Float[Array, "B K E"], SimulatedCache]:
     model_logits, hidden, inner = self.model.extend(params, cache.model, tokens, tree, first)
     tree = require_static("simulated acceptance", tree or chain(tokens.shape[1] - 1))
-    if tokens.shape[1] < tree.num_nodes:
-      raise InputError(
-        "Simulated acceptance verifies whole blocks; use it for a target, not for a draft."
-      )
     guesses, parents = tokens[:, 1:], np.array(tree.parents, np.int32)
     positions = (cache.length + first)[:, None] + jnp.asarray(tree.depths[1:])
     hashed = (cache.salt[:, None] * _BASE + positions.astype(jnp.uint32)) * _BASE

@@ -15,7 +15,7 @@ from specdec_jax.checkpoints import hub
 from specdec_jax.checkpoints.in_memory import is_in_memory, open_in_memory
 from specdec_jax.checkpoints.load import checkpoint_name, open_checkpoint, recorded_path
 from specdec_jax.checkpoints.stored import Checkpoint, LoadedWeights, ShardingsFn, make_shardings
-from specdec_jax.core.loading import DraftFactory, LoadedTarget, load_draft
+from specdec_jax.core.loading import DraftFactory, LoadedTarget
 from specdec_jax.core.sampling import Sampling
 from specdec_jax.core.types import Verifier
 from specdec_jax.core.verify.tokens import TokenVerifier
@@ -29,7 +29,7 @@ from specdec_jax.data.vocabulary import ModelTokens, Vocabulary
 from specdec_jax.drafts.dynamic import model_draft
 from specdec_jax.drafts.heads import SpeculatorConfig
 from specdec_jax.drafts.other_vocabulary import OtherVocabularyModel, other_vocabulary_params
-from specdec_jax.errors import InputError, require_count, shown
+from specdec_jax.errors import InputError, require_count
 from specdec_jax.models.config import GPTConfig, named_dtype
 from specdec_jax.models.families import Config, model_of, with_feature_layers
 from specdec_jax.models.kernels import skinny
@@ -112,7 +112,7 @@ def load_pair(
   """
   require_count("max_source_tokens", max_source_tokens)
   dtype = _of_device(dtype)
-  of_target, is_path = _open("target", target), isinstance(target, str)
+  of_target, is_path = _open(target), isinstance(target, str)
   if not is_path:
     target = of_target.path
     if vocabulary is None:
@@ -140,13 +140,13 @@ def load_pair(
     )
   opened = None
   if is_in_memory(draft) or not callable(draft):
-    opened = _open("draft", draft, or_function=True)
+    opened = _open(draft)
     draft_is_path = isinstance(draft, str)
     draft = draft if draft_is_path else opened.path
     if isinstance(opened.config, SpeculatorConfig):
       draft = functools.partial(speculator, path=draft)
   if callable(draft):
-    drafter = load_draft(draft, LoadedTarget(model_of(config), target_params, words))
+    drafter = draft(LoadedTarget(model_of(config), target_params, words))
   else:
     draft_config, params = load(
       *("draft", draft),
@@ -204,17 +204,9 @@ def model_tokens(checkpoint: Checkpoint, source_language: str | None = None) -> 
   )
 
 
-def _open(role: str, model: Any, or_function: bool = False) -> Checkpoint:
-  """Return the checkpoint of a model, given as a path, as a name on the Hub, or in memory.
-
-  With `or_function`, the error message for any other value lists a function as an option, too.
-  """
-  if isinstance(model, str):
-    return open_checkpoint(model)
-  if not is_in_memory(model):
-    memory = ", a model in memory or a function" if or_function else " or a model in memory"
-    raise InputError(f"{role} is {shown(model)}; it must be a path, a name{memory}.")
-  return open_in_memory(model)
+def _open(model: Any) -> Checkpoint:
+  """Return the checkpoint of a model, given as a path, as a name on the Hub, or in memory."""
+  return open_checkpoint(model) if isinstance(model, str) else open_in_memory(model)
 
 
 def checkpoint_draft(
@@ -294,8 +286,6 @@ def frequent_tokens(vocabulary: Vocabulary, path: str, count: int) -> list[int]:
   for line in read_lines(path):
     np.add.at(counts, vocabulary.encode(line), 1)
   counts[vocabulary.eos_id] = counts.max() + 1
-  if count > len(vocabulary):
-    raise InputError(f"count is {count}, and the vocabulary has {len(vocabulary)} tokens.")
   return sorted(np.argsort(-counts, kind="stable")[:count].tolist())
 
 

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from specdec_jax.checkpoints.stored import ShardingsFn, make_shardings, param_shapes
-from specdec_jax.core.loading import DraftFactory, LoadedTarget, load_draft
+from specdec_jax.core.loading import DraftFactory, LoadedTarget
 from specdec_jax.core.types import Model
 from specdec_jax.data.vocabularies import open_vocabulary
 from specdec_jax.data.vocabulary import Vocabulary
@@ -77,7 +77,7 @@ def random_pair(
       num_output_tokens=num_output_tokens,
     )
   model = SimulatedModel(model_of(config), alpha, words.eos_id)
-  drafter = load_draft(draft, LoadedTarget(model, target_params, words))
+  drafter = draft(LoadedTarget(model, target_params, words))
   return LoadedPair(
     target=with_feature_layers(model, drafter.feature_layers),
     target_params=target_params,

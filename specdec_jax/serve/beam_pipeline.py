@@ -5,7 +5,6 @@ Only this module imports apache_beam, which the extra `beam` installs.
 
 import functools
 import json
-import re
 import uuid
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
@@ -105,7 +104,7 @@ def decode_shards(
     options: options of the pipeline, such as '--direct_num_workers=2'.
 
   Raises:
-    InputError: Beam has no such runner, or a worker raised InputError.
+    InputError: Beam has no such runner.
   """
   # With this option, DirectRunner runs the pipeline itself. Otherwise it would first download and
   # start Prism, which ignores the options --direct_*.
@@ -122,14 +121,8 @@ def decode_shards(
     | RunInference(KeyedModelHandler(handler))
     | beam.MapTuple(write_records)
   )
-  try:
-    result = pipeline.run()
-    result.wait_until_finish()
-  except Exception as error:  # some runners report a worker's exception as the text of a traceback
-    text = f"{type(error).__name__}: {error}"
-    if found := re.search(r"\bInputError: (.*?)(?: \[while running|\n|$)", text):
-      raise InputError(found[1]) from error
-    raise
+  result = pipeline.run()
+  result.wait_until_finish()
   return result
 
 
@@ -158,29 +151,15 @@ def read_texts(pattern: str, prefix: str = "") -> list[str]:
 
 
 def match(pattern: str) -> list[str]:
-  """Return the paths of all files that match a pattern, sorted.
-
-  Raises:
-    InputError: Beam cannot use the file system.
-  """
-  try:
-    (found,) = FileSystems.match([pattern])
-  except (OSError, ValueError) as error:
-    raise InputError(f"{pattern} cannot be read: {str(error).rstrip('.')}.") from error
+  """Return the paths of all files that match a pattern, sorted."""
+  (found,) = FileSystems.match([pattern])
   return sorted(file.path for file in found.metadata_list)
 
 
 def make_folder(path: str) -> None:
-  """Create a folder if it does not exist.
-
-  Raises:
-    InputError: the folder cannot be created.
-  """
-  try:
-    if not FileSystems.exists(path):
-      FileSystems.mkdirs(path)
-  except OSError as error:
-    raise InputError(f"{path} cannot be created: {error}.") from error
+  """Create a folder if it does not exist."""
+  if not FileSystems.exists(path):
+    FileSystems.mkdirs(path)
 
 
 def delete(pattern: str) -> None:

@@ -18,7 +18,7 @@ from starlette.responses import JSONResponse, Response
 from specdec_jax.core.counts import require_finite
 from specdec_jax.core.types import DecodeResult
 from specdec_jax.data.vocabulary import padded
-from specdec_jax.errors import InputError, require_text
+from specdec_jax.errors import InputError
 from specdec_jax.generate import Output, Run, sample_keys
 from specdec_jax.serve.engine import Closed, Text
 from specdec_jax.serve.protocol import (
@@ -162,7 +162,6 @@ class Completion:
       )
     rows = []
     for place, text in enumerate(request.prompts):
-      require_text(f"prompt {place}", text)
       rows.append(pair.vocabulary.encode(prefix + text))
       if len(rows[-1]) > pair.max_source_tokens:
         raise InputError(

@@ -17,12 +17,7 @@ from specdec_jax.commands.translate import count_records
 from specdec_jax.core.loading import DecodeSettings
 from specdec_jax.core.sampling import Sampling
 from specdec_jax.core.trees import Tree
-from specdec_jax.errors import (
-  InputError,
-  require_count,
-  require_seed,
-  shown,
-)
+from specdec_jax.errors import InputError, require_count, require_seed, shown
 from specdec_jax.measure.calibrate import given_tree, resolve_tree
 from specdec_jax.pairs import LoadedPair
 
@@ -104,8 +99,8 @@ def decode(
       chooses the fastest tree or chain on this machine, once for all workers.
 
   Raises:
-    InputError: an argument is invalid, Apache Beam is not installed, the folder has outputs of a
-      run with different settings, or a file in it is damaged.
+    InputError: an argument is invalid, Apache Beam is not installed, or the folder has outputs of a
+      run with different settings.
   """
   require_seed(seed)
   counts = dict(batch_size=batch_size, max_new_tokens=max_new_tokens, num_shards=num_shards)
@@ -152,10 +147,10 @@ def decode(
     beam_pipeline.write_records(run_file, [run])
   num_batches = -(-len(texts) // batch_size)
   starts = [num_batches * i // num_shards * batch_size for i in range(num_shards)]
-  outputs, missing = {}, []
+  paths, missing = [], []
   for i, (first, stop) in enumerate(itertools.pairwise([*starts, len(texts)])):
     path = f"{folder}/outputs-{i:05}-of-{num_shards:05}.jsonl"
-    outputs[path] = range(first, stop)
+    paths.append(path)
     if path not in finished:
       missing.append((f"{path}.texts.part", path, first))
       sources = (dict(source=text) for text in texts[first:stop])
@@ -165,8 +160,8 @@ def decode(
     beam_pipeline.decode_shards(handler, missing, runner, pipeline_options)
   beam_pipeline.delete(f"{folder}/outputs-*.jsonl.*.part")
   totals: collections.Counter[str] = collections.Counter()
-  for path, indices in outputs.items():
-    totals.update(_counts_of_shard(path, beam_pipeline.read_records(path), indices))
+  for path in paths:
+    totals.update(count_records(beam_pipeline.read_records(path)))
   print(
     f"{totals['texts']} texts, {totals['tokens']} tokens, "
     f"{totals['tokens'] / max(1, totals['rounds']):.2f} tokens per target pass, acceptance rate "
@@ -191,35 +186,14 @@ def _tree_of_run(path: str, records: Iterable[dict], settings: dict) -> Tree:
   """Return the tree of the run that the records of the file `path` describe.
 
   Raises:
-    InputError: the file is damaged or missing, or the run has different settings.
+    InputError: the run has different settings.
   """
-  try:
-    (run,) = records
-    tree, earlier = Tree(run["parents"]), run["settings"]
-    changed = [name for name in settings if earlier[name] != settings[name]]
-  except (OSError, ValueError, TypeError, LookupError, RecursionError):
-    raise InputError(
-      f"{path} is damaged or missing, so the settings of the outputs next to it are unknown; "
-      "choose another OUTPUT_DIR, or delete that folder."
-    ) from None
+  (run,) = records
+  tree, earlier = Tree(run["parents"]), run["settings"]
+  changed = [name for name in settings if earlier[name] != settings[name]]
   for name in changed:
     raise InputError(
       f"{path} is of a run with {name} {shown(earlier[name])}, and this one has "
       f"{shown(settings[name])}; choose another OUTPUT_DIR, or delete that folder."
     )
   return tree
-
-
-def _counts_of_shard(path: str, records: Iterable[dict], indices: range) -> dict[str, int]:
-  """Return the counts of the records of the shard `path` (`translate.count_records`).
-
-  Raises:
-    InputError: the file is damaged, or does not have the texts with these indices.
-  """
-  try:
-    records = [*records]
-    if [record["index"] for record in records] == [*indices]:
-      return count_records(records)
-  except (ValueError, TypeError, LookupError, RecursionError):
-    pass
-  raise InputError(f"{path} is damaged; delete it and run the command again.")

@@ -3,9 +3,8 @@
 import contextlib
 import dataclasses
 import json
-import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from typing import Any, NoReturn
+from typing import Any
 
 from specdec_jax.core.generation_config import SETTINGS
 from specdec_jax.data.vocabulary import Vocabulary
@@ -126,8 +125,8 @@ def parse_request(body: bytes) -> CompletionRequest:
     RequestError: the body is not a JSON object, or has an unknown, unsupported or invalid field.
   """
   try:
-    found = json.loads(body, parse_constant=_reject_number, parse_float=_parse_float)
-  except (ValueError, RecursionError) as error:
+    found = json.loads(body)
+  except ValueError as error:
     raise RequestError(400, f"The body cannot be read as JSON: {error!s:.100}.") from error
   if not isinstance(found, dict):
     raise RequestError(400, f"The body is {shown(found)}; it must be a JSON object.")
@@ -169,15 +168,6 @@ def input_errors(names: Collection[str]) -> Iterator[None]:
     message = str(error).replace("max_new_tokens", "max_tokens")  # its name in a request
     first = message.partition(" ")[0]
     raise RequestError(400, message, first if first in names else None) from error
-
-
-def _reject_number(text: str) -> NoReturn:
-  raise ValueError(f"{text} is not a JSON number")
-
-
-def _parse_float(text: str) -> float:
-  value = float(text)
-  return value if math.isfinite(value) else _reject_number(text)
 
 
 def choice_json(

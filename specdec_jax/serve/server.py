@@ -40,8 +40,8 @@ def serve(
     shutdown_seconds: time after a signal for requests that have begun.
 
   Raises:
-    InputError: an argument is invalid, the extra `serve` is not installed, or the address cannot be
-      used.
+    InputError: an argument is invalid, or the extra `serve` is not installed.
+    OSError: the address cannot be used.
   """
   require_count("port", port, 0)
   require_number("shutdown_seconds", shutdown_seconds, 0, float("inf"))
@@ -57,7 +57,7 @@ def serve(
   merged = vars(GenerationConfig.merged(known, vars(generation or GenerationConfig())))
   defaults = {name: value for name, value in merged.items() if value is not None}
   served = Pair._make(pair)._replace(generation=defaults)
-  with _listener(host, port) as listener:
+  with socket.create_server((host, port), backlog=1024) as listener:
     service = Service(served, gamma, tree, limits, model_name, prefix)
     server = Server(service, listener)
     address = f"http://{host}:{listener.getsockname()[1]}/v1"
@@ -70,16 +70,3 @@ def serve(
       server.close(shutdown_seconds)
     else:
       raise RuntimeError("A thread of the server has ended.")
-
-
-def _listener(host: str, port: int) -> socket.socket:
-  """Return a socket that listens at an address.
-
-  Raises:
-    InputError: the address cannot be used.
-  """
-  try:
-    return socket.create_server((host, port), backlog=1024)
-  except (OSError, OverflowError) as error:
-    reason = getattr(error, "strerror", None) or str(error)
-    raise InputError(f"Cannot listen at {host}:{port}: {reason}; give another one.") from error

@@ -7,7 +7,6 @@ import tiny_pair
 
 from experiments.paper import reproduce as module
 from experiments.paper.reproduce import Checkpoints, Models, StandIns, Task, groups, reproduce
-from specdec_jax.core.loading import load_draft
 from specdec_jax.measure.records import read
 from specdec_jax.pairs import checkpoint_draft
 
@@ -93,7 +92,7 @@ def test_alphas_of_all_drafts_are_measured_on_the_same_text(tmp_path, monkeypatc
   (((pair, texts, folder, samplings, drafts), settings),) = calls
   assert pair.draft_name == "near" and texts == TEXTS and folder.endswith("runs/alphas5/EnDe")
   assert [sampling.temperature for sampling in samplings] == [0, 1]
-  loaded = [load_draft(draft, pair.loaded_target).name for draft in drafts]
+  loaded = [draft(pair.loaded_target).name for draft in drafts]
   assert loaded == ["random", "unigram", "bigram"]
   assert settings == dict(max_new_tokens=8, min_tokens=8, leniences=[1, 0.5, 0.3, 0.1])
 

@@ -6,7 +6,6 @@ import tiny_pair
 
 from experiments.summaries.prepare import extract, first_sentences, sentences
 from experiments.summaries.replay import replayed_pair
-from specdec_jax.core.loading import load_draft
 from specdec_jax.core.sampling import Sampling, row_keys
 from specdec_jax.core.trees import branching, chain
 from specdec_jax.drafts.prompt_lookup import prompt_lookup
@@ -67,7 +66,7 @@ def test_outputs_and_rounds_are_those_of_the_given_pair(kind, tree, batch_size):
   """The draft model reads no state of the target, so it is accepted as often as before."""
   pair = tiny_pair.pair("near")
   if kind == "prompt lookup":
-    pair = pair.with_draft(load_draft(prompt_lookup, pair.loaded_target))
+    pair = pair.with_draft(prompt_lookup(pair.loaded_target))
   replayed = replayed_pair(pair, TEXTS, size="tiny", max_new_tokens=LIMIT)
   assert replayed.target_name == "t5_1.1_tiny" and replayed.task == f"{pair.task}, replayed"
   for i in range(0, len(TEXTS), batch_size):
