@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 
-from beartype import beartype
+from beartype import BeartypeConf, beartype
 from beartype.roar import BeartypeDecorHintPep3119Exception
 
 # Functions that check their arguments themselves, with error messages of the library.
@@ -14,6 +14,6 @@ def checked(function: Callable) -> Callable:
   if getattr(function, "__name__", None) in SELF_CHECKED:
     return function
   try:
-    return beartype(function)
+    return beartype(function, conf=BeartypeConf(is_pep484_tower=True))  # an int is a float
   except BeartypeDecorHintPep3119Exception:
     return function  # fields inherited from Flax modules have types that cannot be checked

@@ -1,6 +1,5 @@
 """Pairs of a target and a draft that share a vocabulary, loaded and ready to decode."""
 
-from experiments.summaries.replay import replayed_pair
 from specdec_jax.core.loading import DraftFactory
 from specdec_jax.drafts.composed import (
   cascade_draft,
@@ -48,7 +47,6 @@ __all__ = [
   "random_pair",
   "random_speculator",
   "recycling_draft",
-  "replayed_pair",
   "verifier_name",
   "speculator",
   "stopping_draft",
