@@ -77,7 +77,7 @@ class Setting:
     batch_size: number of rows that are decoded together.
     baseline: implementation of autoregressive decoding that the speedup is relative to: own (this
       package), t5x, hf, ...; or 'batches', the same decoding in batches that run to their last row
-      (`bench.throughput`).
+      (`experiments.throughput`).
     acceptance: "measured" with a real draft, or "simulated".
     platform: cpu, gpu or tpu.
     device_kind: name of the device in JAX.
@@ -219,7 +219,7 @@ class Timings:
       trees, and if alpha is unknown, from tokens_per_round instead of alpha; for beam search,
       tokens_per_round * target_step_ms / round_ms.
     predicted_finite_length: speedup predicted with all measured costs, including prefill, for texts
-      of the measured lengths (`extended_theory.text_improvement`).
+      of the measured lengths (`theory.text_improvement`).
     baseline_pass_ms: time per target forward pass of the baseline: total time / number of passes.
     baseline_tokens_per_s: total tokens / total seconds of the baseline.
     speculative_tokens_per_s: total tokens / total seconds of speculative decoding.

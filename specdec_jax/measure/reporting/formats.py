@@ -73,7 +73,7 @@ def _frame(table: Table, translation: Mapping[int, str] = {}):
     import pandas
   except ImportError as error:
     raise InputError(
-      f"Tables in this format need pandas ({error}); pip install 'specdec_jax[bench]'"
+      f"Tables in this format need pandas ({error}); pip install 'specdec_jax[experiments]'"
     ) from error
   rows = [[cell.translate(translation) for cell in row] for row in table.rows]
   columns = [heading.translate(translation) for heading in table.columns]
