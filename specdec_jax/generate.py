@@ -76,7 +76,7 @@ class Output:
 
   @property
   def words(self) -> tuple[Round, ...]:
-    """The rounds with tokens as text (`reporting.rounds.Round`); empty for a beam search."""
+    """The rounds with tokens as text (`rounds.Round`); empty for a beam search."""
     return self._read() if self._read else ()
 
   @property
@@ -125,7 +125,7 @@ class Pair(pairs.LoadedPair):
       texts: sources, or prompts of a decoder-only model. A text longer than `max_source_tokens` is
         truncated (`cut` returns the part that remains).
       gamma: number of draft tokens per round; 5 by default, 0 for autoregressive decoding. 'auto'
-        chooses the fastest (`measurement.calibrate.resolve_tree`), caches the choice and logs the
+        chooses the fastest (`measure.calibrate.resolve_tree`), caches the choice and logs the
         reason to the logger 'specdec_jax'. For a beam search, number of steps that the draft
         searches ahead; 2 by default, 'auto' is not supported.
       tree: parents of the draft tokens of a tree (`Tree.parents`), which replaces the chain of
@@ -300,7 +300,7 @@ class Pair(pairs.LoadedPair):
       gamma: number of steps that the draft searches ahead in each round; 0 is plain beam search.
       draft_beams: number of beams of the draft; defaults to `beams`.
       nodes: maximum number of nodes in one target forward pass (`LoadedPair.beam_searcher`).
-      length_penalty: exponent of the length penalty, as in `beam_search.BeamSearcher`.
+      length_penalty: exponent of the length penalty, as in `beams.BeamSearcher`.
       max_new_tokens: limit for each output, EOS included.
       batch_size: number of sources that are processed together.
 

@@ -9,6 +9,7 @@ saves an eighth of the time.
 """
 
 import gc
+import importlib.metadata
 import itertools
 import os
 import tempfile
@@ -17,8 +18,10 @@ gc.set_threshold(200_000, 50, 50)
 os.environ["JAX_PLATFORMS"] = "cpu"
 os.environ.setdefault("JAX_TRACEBACK_IN_LOCATIONS_LIMIT", "0")
 _quick = "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
-_quick += " --xla_cpu_use_fusion_emitters=false --xla_cpu_parallel_codegen_split_count=1"
+_quick += " --xla_cpu_parallel_codegen_split_count=1"
 _quick += " --xla_cpu_enable_concurrency_optimized_scheduler=false"
+if importlib.metadata.version("jaxlib").startswith("0.10."):  # XLA aborts at an unknown flag
+  _quick += " --xla_cpu_use_fusion_emitters=false"
 _flags = os.environ.get("SPECDEC_XLA_FLAGS", _quick)
 os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {_flags}".strip()
 os.environ["SPECDEC_XLA_FLAGS"] = ""  # workers inherit XLA_FLAGS

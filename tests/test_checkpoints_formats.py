@@ -87,7 +87,7 @@ def write_orbax(folder, config, tree, **options):
 
 
 def write_training(folder, config, tree):
-  """Write a train state as `training.trainer` does."""
+  """Write a train state as `train.trainer` does."""
   tree = jax.tree.map(jnp.asarray, tree)
   with ocp.CheckpointManager(folder.absolute()) as manager:
     manager.save(7, args=ocp.args.StandardSave({"params": tree, "opt_state": (tree, jnp.ones(2))}))

@@ -1,10 +1,12 @@
 """Test tasks of seqio: examples have the tokens of T5, and runs read texts with the same tokens.
 
 TFDS mocks its own data. Real texts and T5's vocabulary are used if they are on this machine.
-TensorFlow takes ten seconds to import, so all tests that need it are in this file.
+TensorFlow takes ten seconds to import, so all tests that need it are in this file, and no module is
+imported to find out whether it is installed.
 """
 
 import copy
+import importlib.util
 import json
 import pathlib
 
@@ -22,6 +24,10 @@ from specdec_jax.data.vocabularies import open_vocabulary
 from specdec_jax.data.vocabulary import PAD_ID
 from specdec_jax.errors import InputError
 from specdec_jax.pairs import LoadedPair
+
+pytestmark = pytest.mark.skipif(
+  importlib.util.find_spec("seqio") is None, reason="seqio is not installed (extra 'tasks')"
+)
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 DATA = tiny.SHARED.resolve() / "data"

@@ -6,11 +6,11 @@ import pathlib
 from collections.abc import Callable
 from typing import Any, Literal
 
-import sacrebleu
 from jax import Array
 
 from specdec_jax.checkpoints.folder import load_model, save_model
 from specdec_jax.checkpoints.load import load_params, open_checkpoint
+from specdec_jax.data.quality import quality
 from specdec_jax.data.sentence_pieces import train_sentence_pieces
 from specdec_jax.data.text import read_lines
 from specdec_jax.data.vocabularies import open_vocabulary_of_model, padded_size
@@ -97,6 +97,8 @@ def train_target(
   def bleu(params) -> float:
     return bleu_of(config, params, words, valid.sources, f"{data}/{valid_target}")
 
+  if valid_source:
+    quality("BLEU", ["a"], ["a"])  # a missing sacrebleu fails now, not after the first epoch
   text = encoded(sources, targets)
   objective = model_objective(config, settings.label_smoothing)
   params = None
@@ -121,7 +123,7 @@ def bleu_of(
   """
   outputs = model_outputs(model_of(config), params, sources, pad_id=config.pad_id)
   texts = [vocabulary.decode(output) for output in outputs]
-  return sacrebleu.corpus_bleu(texts, [read_lines(references)]).score
+  return quality("BLEU", texts, read_lines(references))
 
 
 def config_of(checkpoint: str, dropout_rate: float = 0.1) -> Config:
@@ -279,9 +281,9 @@ def train_speculator(
     new_sources: number of spliced sentences (`distillation.spliced_sentences`).
     divergence: divergence between head and target (`objectives.divergences`).
     stride: number of tokens between anchors, the positions at which rounds start
-      (`training.speculators.speculator_objective`).
+      (`train.speculators.speculator_objective`).
     start: folder of a model of the head's width, such as a draft of the pair. Training starts from
-      the parameters of this model that fit the head (`training.speculators.warm_start`). None to
+      the parameters of this model that fit the head (`train.speculators.warm_start`). None to
       start from random parameters.
     extra_ids: see `pairs.load_pair`.
 

@@ -267,7 +267,7 @@ class Draft(Settings, abc.ABC):
     return self
 
   def with_position_keys(self) -> "Draft":
-    """Return this draft with samples coupled to the target's (`verifiers.gumbel`), if supported."""
+    """Return this draft with samples coupled to the target's, if supported (`GumbelVerifier`)."""
     return self
 
   def with_independent_siblings(self) -> "Draft":
@@ -279,7 +279,7 @@ class Draft(Settings, abc.ABC):
     raise InputError(f"{type(self).__name__} does not sample siblings independently.")
 
   def as_beam_draft(self, num_beams: int, num_nodes: int | None) -> Any:
-    """Return a `beam_search.BeamDraft` that searches with this draft's model, or by default None.
+    """Return a `beams.BeamDraft` that searches with this draft's model, or by default None.
 
     If None is returned, the search appends a tree of this draft's tokens to each beam.
 

@@ -23,7 +23,8 @@ def quality(
   sentences (`edits.f_score`) and needs the sources. An exact match counts 100.
 
   Raises:
-    InputError: the metric is unknown, or it is a ROUGE metric and rouge_score is not installed.
+    InputError: the metric is unknown.
+    ModuleNotFoundError: sacrebleu or rouge_score is not installed (extra `experiments`).
   """
   if metric not in METRICS:
     raise InputError(f"metric is {metric!r}; it must be one of {', '.join(METRICS)}.")
@@ -35,12 +36,8 @@ def quality(
     import sacrebleu
 
     return sacrebleu.corpus_bleu([*outputs], [[*references]]).score
-  try:
-    from rouge_score import rouge_scorer
-  except ModuleNotFoundError as error:
-    raise InputError(
-      f"metric is {metric}, which needs rouge_score: pip install rouge-score."
-    ) from error
+  from rouge_score import rouge_scorer
+
   kind = metric.replace("ROUGE-", "rouge")
   scorer = rouge_scorer.RougeScorer([kind], use_stemmer=True)
   scores = [

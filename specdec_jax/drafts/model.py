@@ -33,7 +33,7 @@ class ModelDraft(Draft):
     reread: number of tokens in the first forward pass of a round, which ends with the last
       committed token. 2 suffices unless rounds commit tokens of other drafts (`drafts.forest`).
     processors: logits processors, which apply to the model's logits.
-    coupled: whether samples share the noise of the target's samples (`verifiers.gumbel`).
+    coupled: whether samples share the noise of the target's samples (`core.verify.gumbel`).
 
   Raises:
     InputError: the tree has no draft tokens.

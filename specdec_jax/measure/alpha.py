@@ -190,7 +190,7 @@ def positional_acceptance(
 ) -> Float[np.ndarray, " W"]:
   """Measure positional acceptance: the probability that the child of each rank is accepted.
 
-  `extended_theory.best_tree` needs these probabilities. At each token that the target generated,
+  `theory.best_tree` needs these probabilities. At each token that the target generated,
   the draft proposes `width` children. The probability that token verification accepts each of them
   (and rejects the earlier ones) is computed, not sampled. The other arguments are those of
   `measure_alpha`.

@@ -218,7 +218,7 @@ class Timings:
       trees, and if alpha is unknown, from tokens_per_round instead of alpha; for beam search,
       tokens_per_round * target_step_ms / round_ms.
     predicted_finite_length: speedup predicted with all measured costs, including prefill, for texts
-      of the measured lengths (`extended_theory.text_improvement`).
+      of the measured lengths (`theory.text_improvement`).
     baseline_pass_ms: time per target forward pass of the baseline: total time / number of passes.
     baseline_tokens_per_s: total tokens / total seconds of the baseline.
     speculative_tokens_per_s: total tokens / total seconds of speculative decoding.

@@ -111,7 +111,7 @@ class SpeculativeModel(models.EncoderDecoderModel):
       draft_beams: number of beams of the draft with `beam_search`; defaults to the number of beams
         of the target.
       num_slots: number of outputs of a batch that are decoded at the same time by continuous
-        batching (`continuous_batching.decode_all`); None to decode the whole batch at once. It
+        batching (`batching.decode_all`); None to decode the whole batch at once. It
         saves time if a batch has several times as many outputs. Not for
         `beam_search` or `prompt_with_targets`.
       **kwargs: optional arguments of `EncoderDecoderModel`.

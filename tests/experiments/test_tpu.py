@@ -13,6 +13,8 @@ import sys
 
 import pytest
 
+pytestmark = pytest.mark.slow
+
 GAMMA = 7  # default of `experiments.tpu_v4.report` and of `CompileSettings`
 # Acceptance rates of a node's children, the defaults of `experiments.tpu_v4.report`.
 RANKS = (0.75, 0.11, 0.04, 0.02, 0.01)
