@@ -43,7 +43,7 @@ def main(argv: Sequence[str]) -> int:
 
   Args:
     argv: name of the program; name of a run (`gin_files.runs`), which values of its setting NAMES
-      may follow; flags. A flag that is not defined in `_flags` sets a macro of the gin files (`to_bindings`).
+      may follow; flags. A flag that `_flags` does not define sets a macro (`to_bindings`).
 
   Returns:
     Exit status: 0 for success; 2 for an InputError or OSError, with a message on stderr; 130 after
@@ -124,6 +124,8 @@ def to_bindings(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
 def _gin_value(text: str) -> str:
   if text.startswith(("@", "%", "(", "[", "{", "'", '"')):
     return text
+  if text in ("true", "false"):
+    return text.title()  # as a string, "false" would be true
   try:
     ast.literal_eval(text)
   except (ValueError, SyntaxError):

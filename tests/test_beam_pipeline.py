@@ -24,7 +24,6 @@ from specdec_jax.core.trees import chain
 from specdec_jax.errors import InputError
 from specdec_jax.measure import calibrate
 from specdec_jax.serve.decode import decode
-from specdec_jax.user_errors import format_error
 
 pytest.importorskip("apache_beam", reason="Apache Beam is not installed")
 beam_pipeline = importlib.import_module("specdec_jax.serve.beam_pipeline")
@@ -259,4 +258,4 @@ def test_damaged_shard_is_named(copied):
 def test_unusable_path_or_runner_is_reported(tmp_path, settings, message):
   with pytest.raises(InputError) as raised:
     run(**{"output_dir": tmp_path, **settings})
-  assert format_error(raised.value).startswith(message)
+  assert str(raised.value).startswith(message)

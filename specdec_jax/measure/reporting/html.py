@@ -79,7 +79,7 @@ def page(title: str, records: Sequence[Record], *sections: Section) -> str:
     for r in records
   }
   environment = jinja2.Environment(
-    loader=jinja2.PackageLoader("specdec_jax", "reporting"),
+    loader=jinja2.PackageLoader("specdec_jax.measure", "reporting"),
     autoescape=True,
     undefined=jinja2.StrictUndefined,
     trim_blocks=True,

@@ -1,0 +1,1 @@
+"""CPU kernels for operations that XLA executes slowly on a CPU."""
