@@ -14,7 +14,8 @@ def atomic_write(path: str | os.PathLike, mode: str = "w") -> Iterator[IO]:
   """Open a new file for writing. It replaces `path` if the context exits without an exception.
 
   The new file is written next to `path` and has its permissions. If `path` is a symbolic link, the
-  file that it points to is replaced. Devices and pipes are not replaced, but written to directly.
+  file that it points to is replaced. Devices, pipes and files behind devices (/dev/stdout) are
+  appended to.
 
   Args:
     path: file to write.
@@ -22,8 +23,8 @@ def atomic_write(path: str | os.PathLike, mode: str = "w") -> Iterator[IO]:
   """
   encoding = None if "b" in mode else "utf-8"
   old = os.stat(path) if os.path.exists(path) else None
-  if old and not stat.S_ISREG(old.st_mode):
-    with open(path, mode, encoding=encoding) as file:
+  if old and (not stat.S_ISREG(old.st_mode) or os.fspath(path).startswith("/dev/")):
+    with open(path, mode.replace("w", "a"), encoding=encoding) as file:
       yield file
     return
   path = os.path.realpath(path)

@@ -124,6 +124,8 @@ def to_bindings(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
 def _gin_value(text: str) -> str:
   if text.startswith(("@", "%", "(", "[", "{", "'", '"')):
     return text
+  if text in ("true", "false"):
+    return text.title()  # as a string, "false" would be true
   try:
     ast.literal_eval(text)
   except (ValueError, SyntaxError):

@@ -15,7 +15,6 @@ import types
 import gin
 import pytest
 import tiny_pair
-from specdec_jax.user_errors import format_error
 
 from specdec_jax import run as command_line
 from specdec_jax.commands.translate import count_records, decode_lines
@@ -229,4 +228,4 @@ def test_other_settings_in_the_same_folder_raise(copied, finished, name, other):
 def test_unusable_path_or_runner_is_reported(tmp_path, settings, message):
   with pytest.raises(InputError) as raised:
     run(**{"output_dir": tmp_path, **settings})
-  assert format_error(raised.value).startswith(message)
+  assert str(raised.value).startswith(message)

@@ -1,11 +1,8 @@
-"""Test that every gin file of a run parses, alone and with the files documented to follow it."""
+"""Test that every gin file of the package parses, and the values of its settings."""
 
 import copy
 import inspect
 import pathlib
-import re
-import subprocess
-import sys
 
 import gin
 import pytest
@@ -18,56 +15,39 @@ from specdec_jax.pairs import verifier_from
 
 GIN = pathlib.Path(__file__).resolve().parents[1] / "gin"
 RUNS = sorted(path.stem for path in (GIN / "runs").glob("*.gin"))
-KINDS = ("runs", "models", "tasks", "drafts", "recipes")
-# Runs that take no pair of models.
-WITHOUT_PAIR = {
-  "reproduce",
-  "given_outputs",
-  "peers",
-  "benchmark",
-  *(name for name in RUNS if name.startswith("train_")),
-}
-WITH_PAIR = [name for name in RUNS if name not in WITHOUT_PAIR]
-# test_tasks.py tests the tasks of seqio, whose module reads the environment when it is imported.
+# Files that change the pair, the task, the draft or the verifier of a run. test_tasks.py tests the
+# tasks of seqio, whose module reads the environment when it is imported.
 AFTER = [
-  ("models/gpt2",),
-  ("models/random",),
-  ("models/lamda",),
-  ("tasks/dialog", "models/lamda"),
-  ("tasks/dialog", "models/gpt2"),
-  ("tasks/articles", "models/random"),
-  ("models/t5_1_1",),
-  ("drafts/aggressive",),
-  ("models/random", "models/sharded"),
-  ("verifiers/blocks",),
-  ("verifiers/gumbel",),
-  ("drafts/cascade",),
-  ("drafts/prompt_lookup",),
-  ("drafts/prompt_lookup_and_model",),
-  ("drafts/prompt_lookup_to_the_end",),
-  ("drafts/hierarchical",),
-  ("drafts/layer_skip", "verifiers/blocks"),
-  ("drafts/lookahead",),
-  ("drafts/ngrams",),
-  ("drafts/draft_sampling",),
-  ("models/random", "drafts/random_hierarchical"),
-  ("models/random", "drafts/layer_skip"),
-  ("models/random", "drafts/random_speculator"),
-  ("drafts/speculator",),
-  ("drafts/recycling",),
-  ("drafts/retrieval",),
-  ("drafts/stopping",),
-  ("drafts/prompt_lookup_or_ngrams",),
-  ("drafts/uniform", "verifiers/blocks"),
+  f"{kind}/{path.stem}"
+  for kind in ("models", "tasks", "drafts", "verifiers")
+  for path in sorted((GIN / kind).glob("*.gin"))
+  if not path.stem.startswith("train_")
+  and path.stem not in ("cnn_dm", "lm1b", "paper", "training_text", "wmt_ende", "finetune_t5")
 ]
+# Files that are read after another one.
+BEFORE = {
+  "drafts/random_hierarchical": "models/random",
+  "drafts/random_speculator": "models/random",
+  "models/sharded": "models/random",
+  "tasks/dialog": "models/lamda",
+}
 
 
 def parse(*names: str) -> None:
   """Parse the files as a run does and check that no reference names an abstract class."""
   try:
-    run.parse_gin([str(GIN / f"{name}.gin") for name in names], [], [])
+    run.parse_gin([str(GIN / f"{name}.gin") for name in names])
     for reference in gin.config.iterate_references(gin.config._CONFIG):
       assert not inspect.isabstract(reference.configurable.wrapped), reference
+  finally:
+    gin.clear_config()
+
+
+def value_of(macro: str, *names: str, bindings: tuple[str, ...] = ()):
+  """Return the value of a macro in a run that reads the given gin files."""
+  try:
+    run.parse_gin([str(GIN / f"{name}.gin") for name in names], bindings)
+    return copy.deepcopy(gin.query_parameter(f"%{macro}"))
   finally:
     gin.clear_config()
 
@@ -77,128 +57,65 @@ def test_run_parses(name):
   parse(name)
 
 
-@pytest.mark.parametrize("after", AFTER, ids="+".join)
-def test_runs_parse_with_files_of_models_tasks_and_drafts(after):
-  for name in WITH_PAIR:
-    # These read their own texts, not those of a task.
-    if name in ("translate", "serve") and any(other.startswith("tasks/") for other in after):
-      continue
-    parse(f"runs/{name}", *after)
+@pytest.mark.parametrize("name", AFTER)
+def test_run_parses_with_a_model_task_draft_or_verifier(name):
+  if name == "models/checkpoints":
+    with pytest.raises(InputError, match="TARGET"):  # it has no default
+      parse("runs/speedup", name)
+  else:
+    parse("runs/speedup", *filter(None, [BEFORE.get(name)]), name)
 
 
 @pytest.mark.parametrize(
-  "after",
-  [
-    ("drafts/prompt_lookup_and_model", "verifiers/merging"),
-    ("drafts/suffix_decoding", "verifiers/k_seq"),
-    ("verifiers/typical",),
-    ("verifiers/top_beta",),
-  ],
-  ids="+".join,
+  "step, task",
+  [*((step, "editing") for step in ("vocabulary", "target", "draft")), ("target", "summaries")],
 )
-def test_a_run_parses_with_each_verifier(after):
-  parse("runs/speedup", *after)
-
-
-def test_installed_package_contains_what_its_gin_files_use(tmp_path):
-  """Studies are not installed."""
-  build = [sys.executable, "setup.py", "-q", "build_py", "--build-lib", str(tmp_path)]
-  subprocess.run(build, cwd=GIN.parent, check=True, capture_output=True)
-  assert not [*tmp_path.rglob("experiments")]
-  package = tmp_path / "specdec_jax"
-  for path in sorted((package / "gin_files" / "gin").rglob("*.gin")):
-    text = path.read_text()
-    assert "experiments" not in text, path
-    used = [package / "gin_files" / name for name in re.findall(r"^include '(gin/.+)'", text, re.M)]
-    used += [
-      package / "gin_files" / "gin" / name
-      for name in re.findall(r"'(tasks/.+\.(?:txt|jsonl))'", text)
-    ]
-    used += [package / "assets" / name for name in re.findall(r"asset\.name = '(.+)'", text)]
-    for module in re.findall(r"^from (specdec_jax\S*) import (\w+)", text, re.M):
-      module = tmp_path.joinpath(*".".join(module).split("."))
-      used.append(module if module.is_dir() else module.with_suffix(".py"))
-    assert [name for name in used if not name.exists()] == [], path
-
-
-def macros(path: pathlib.Path) -> dict[str, str]:
-  """Return the values of the macros that a gin file and its included files bind, by name."""
-  text = path.read_text()
-  values = {}
-  for name in re.findall(r"^include '(.*)'", text, re.MULTILINE):
-    values |= macros(GIN.parent / name)
-  return values | dict(re.findall(r"^([A-Z]\w*) = (.*)", text, re.MULTILINE))
+def test_training_runs_parse_with_the_tasks_of_english(step, task):
+  files = f"runs/train_{step}", f"tasks/train_{task}"
+  parse(*files)
+  values = [value_of(name, *files) for name in ("DATA", "PAIR_TARGET")]
+  assert values == [f"runs/{task}/data", f"runs/{task}/pair/target"]
 
 
 @pytest.mark.parametrize(
-  "path",
-  [
-    GIN / "quickstart.gin",
-    *(path for kind in KINDS for path in sorted((GIN / kind).glob("*.gin"))),
-  ],
-  ids=lambda path: path.stem,
+  "macro, name", [("INPUT", "speedup"), ("INPUT", "check"), ("TARGET_TEXT", "speedup")]
 )
-def test_header_names_existing_macros(path):
-  header = path.read_text().partition("\nfrom ")[0].partition("\ninclude ")[0]
-  values = macros(path)
-
-  def listed(heading):
-    return re.findall(r"\b[A-Z]\w+", "".join(re.findall(rf"# {heading}: ([^.]*)\.", header)))
-
-  required = [name for name, value in values.items() if value == "%gin.REQUIRED"]
-  assert sorted(listed("Required to be set")) == sorted(required)
-  assert {*listed("Commonly overridden")} <= values.keys()
-  assert listed("Commonly overridden") or {"WORK_DIR", "DATA"} & values.keys() or not values
-
-
-def value_of(macro: str, *names: str, bindings: tuple[str, ...] = ()):
-  """Return the value of a macro in a run that reads the given gin files."""
-  try:
-    run.parse_gin([str(GIN / f"{name}.gin") for name in names], bindings, [])
-    return copy.deepcopy(gin.query_parameter(f"%{macro}"))
-  finally:
-    gin.clear_config()
-
-
-DEFAULTS = [
-  (macro, name)
-  for name in RUNS
-  for macro, value in re.findall(r"^(\w+) = (.*)", (GIN / f"runs/{name}.gin").read_text(), re.M)
-  if value.endswith("gin_files.default()")
-]
-WITHOUT_TEXT = [(macro, name) for macro, name in DEFAULTS if name == "given_outputs"]
-FALLS_BACK = [
-  *sorted({*DEFAULTS} - {*WITHOUT_TEXT}),
-  ("INPUT", "cost"),
-  ("INPUT", "table4"),
-  ("TARGET_TEXT", "table5"),
-]
-
-
-@pytest.mark.parametrize("macro, name", FALLS_BACK)
 def test_missing_default_text_falls_back_to_a_bundled_text(
   macro, name, tmp_path, monkeypatch, capsys
 ):
   monkeypatch.chdir(tmp_path)
   path = pathlib.Path(value_of(macro, f"runs/{name}"))
-  texts = path.read_text(encoding="utf-8").splitlines()
-  is_news = name == "table3_gpt_like"
-  assert path.parent == GIN / "tasks" and len(texts) == (3 if is_news else 300)
+  assert path.parent == GIN / "tasks" and path.read_text(encoding="utf-8").count("\n") == 300
   note = capsys.readouterr().err
-  assert note.count("\n") == 1 and str(path) in note and f"--gin.{macro}=" in note
-  assert "or download it as in docs/data.md" in note
+  assert note.count("\n") == 1 and str(path) in note and f"--{macro.lower()}" in note
 
 
-@pytest.mark.parametrize("name, count", [("check_exactness", 200), ("cost", 8), ("speedup", 300)])
+@pytest.mark.parametrize("name, count", [("check", 200), ("speedup", 300)])
 def test_runs_read_the_bundled_captions(name, count, tmp_path, monkeypatch):
   monkeypatch.chdir(tmp_path)
   texts = (GIN / "tasks/captions.en.txt").read_text(encoding="utf-8").splitlines()
   assert value_of("TEXTS", f"runs/{name}") == texts[:count]
 
 
-def test_given_file_that_is_missing_is_an_error():
+def test_missing_file_is_an_error(tmp_path, monkeypatch):
   with pytest.raises(InputError, match="There is no text file at gone.txt"):
     value_of("TEXTS", "runs/speedup", bindings=("INPUT = 'gone.txt'",))
+  monkeypatch.chdir(tmp_path)
+  with pytest.raises(InputError, match="the default of DATA, does not exist; --data names another"):
+    value_of("DATA", "runs/train_target")
+
+
+def test_data_folder_of_the_environment_is_used(tmp_path, monkeypatch):
+  monkeypatch.setenv("SPECDEC_DATA", str(tmp_path))
+  (tmp_path / "multi30k").mkdir()
+  path = tmp_path / "multi30k" / "test_2016_flickr.en.gz"
+  path.touch()
+  assert value_of("INPUT", "runs/speedup") == str(path)
+
+
+@pytest.mark.parametrize("names", [("tasks/articles", "drafts/ngrams"), ("models/gpt_like",)])
+def test_text_of_another_task_is_not_the_default_of_ngrams(names):
+  assert value_of("TARGET_TEXT", "runs/speedup", *names) == "outputs.txt"
 
 
 def test_bundled_captions_have_a_translation_each():
@@ -209,69 +126,21 @@ def test_bundled_captions_have_a_translation_each():
   assert len(sources) == len(targets) == len({*sources}) == len({*targets}) == 300
 
 
-@pytest.mark.parametrize("macro, name", [*WITHOUT_TEXT, ("DATA", "train_target")])
-def test_missing_default_is_reported_with_the_name_of_its_macro(macro, name, tmp_path, monkeypatch):
-  monkeypatch.chdir(tmp_path)
-  with pytest.raises(InputError, match=f"the default of {macro}, does not exist; set {macro} to "):
-    value_of(macro, f"runs/{name}")
-
-
-def test_data_folder_of_the_environment_is_used(tmp_path, monkeypatch):
-  monkeypatch.setenv("SPECDEC_DATA", str(tmp_path / "texts"))
-  path = tmp_path / "texts" / "multi30k" / "test_2016_flickr.en.gz"
-  with pytest.raises(InputError, match=f"{path.parent}, the default of DATA, .* docs/data.md"):
-    value_of("DATA", "runs/train_target")
-  path.parent.mkdir(parents=True)
-  path.touch()
-  assert value_of("INPUT", "runs/speedup") == str(path)
-
-
-@pytest.mark.parametrize(
-  "names, task",
-  [
-    (("runs/table3", "tasks/articles"), "articles"),
-    (("runs/table5", "tasks/dialog", "models/lamda"), "dialog"),
-    (("runs/speedup", "tasks/articles", "drafts/ngrams"), "articles"),
-    (("runs/speedup", "drafts/retrieval", "tasks/articles"), "articles"),
-  ],
-  ids=str,
-)
-def test_text_of_another_task_is_rejected_for_ngrams(names, task, tmp_path, monkeypatch):
-  text = tmp_path / "data" / "multi30k" / "train.de.gz"
-  text.parent.mkdir(parents=True)
-  text.touch()
-  monkeypatch.chdir(tmp_path)
-  with pytest.raises(InputError, match=f"TARGET_TEXT is .* of this run is {task}; set TARGET_TEXT"):
-    value_of("TARGET_TEXT", *names)
-  assert value_of("TARGET_TEXT", *names, bindings=("TARGET_TEXT = 'own.txt'",)) == "own.txt"
-  assert value_of("TARGET_TEXT", names[0], "drafts/ngrams", "tasks/multi30k")[-11:] == "train.de.gz"
-
-
-@pytest.mark.parametrize("name", ["drafts", "learned_drafts"])
-def test_runs_with_verifiers_can_be_sharded(name):
-  """Sharding rules and verifiers are macros with different names."""
-  try:
-    run.parse_gin([str(GIN / f"{file}.gin") for file in (f"runs/{name}", "models/sharded")], [], [])
-    sharding, verifiers = (
-      gin.query_parameter(parameter).scoped_configurable_fn()
-      for parameter in ("partitioning.sharded.rules", "drafts.compare_drafts.verifiers")
-    )
-  finally:
-    gin.clear_config()
-  assert ("vocab", "model") in sharding
-  assert all(map(callable, verifiers))
-
-
 def test_exactness_checker_samples_at_a_temperature_other_than_1():
   """At temperature 1, a q that ignores the temperature would pass."""
+  samplings = value_of("SAMPLINGS", "runs/check")
+  assert not {sampling.temperature for sampling in samplings} <= {0, 1}
+
+
+@pytest.mark.parametrize("name", ["check", "speedup"])
+def test_measuring_runs_use_the_draft_of_the_existing_records(name):
+  """The default draft of `load_pair` is that of the quickstart, not the one of these records."""
   try:
-    run.parse_gin([str(GIN / "runs/check_exactness.gin")], [], [])
-    samplings = [
-      reference.scoped_configurable_fn() for reference in gin.query_parameter("%SAMPLINGS")
-    ]
+    run.parse_gin([str(GIN / "runs" / f"{name}.gin")])
+    draft = gin.query_parameter("pairs.load_pair.draft")
+    assert pathlib.Path(draft.scoped_configurable_fn()).parts[-2:] == ("multi30k_ende", "draft")
   finally:
     gin.clear_config()
-  assert not {sampling.temperature for sampling in samplings} <= {0, 1}
 
 
 def test_verifier_bound_by_gin_creates_an_instance_of_the_original_class():
@@ -288,24 +157,3 @@ def test_verifier_bound_by_gin_creates_an_instance_of_the_original_class():
     == TokenVerifier(Sampling())
     != verifier_from(verifier, Sampling(), 0.5)
   )
-
-
-def test_parse_raises_for_an_invalid_file(tmp_path):
-  path = tmp_path / "bad.gin"
-  path.write_text(
-    "from __gin__ import dynamic_registration\ninclude 'experiments/table3/alpha.gin'\n"
-    "SAMPLINGS = [@argmax/sampling.Sampling()]\n"
-  )
-  with pytest.raises(Exception, match="not provided by an import"):
-    parse(str(path.with_suffix("")))
-
-
-@pytest.mark.parametrize("name", ["alpha", "beams", "check_exactness", "gamma", "speedup", "trees"])
-def test_measuring_runs_use_the_draft_of_the_existing_records(name):
-  """The default draft of `load_pair` is that of the quickstart, not the one of these records."""
-  try:
-    run.parse_gin([str(GIN / "runs" / f"{name}.gin")], [], [])
-    draft = gin.query_parameter("pairs.load_pair.draft")
-    assert pathlib.Path(draft.scoped_configurable_fn()).parts[-2:] == ("multi30k_ende", "draft")
-  finally:
-    gin.clear_config()

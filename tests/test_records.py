@@ -231,21 +231,13 @@ def test_unknown_field_is_reported(path):
 @pytest.mark.parametrize(
   "field, value, expected",
   [
-    ("speedup", "fast", "speedup is 'fast'; it must be a number or None. Correct or"),
-    ("temperature", None, "temperature is None; it must be a number."),
-    ("gamma", [3], "gamma is [3]; it must be a whole number."),
-    ("gamma", True, "gamma is True; it must be a whole number."),
-    ("gamma", 3.5, "gamma is 3.5; it must be a whole number."),
     ("seconds", math.inf, "not a JSON object"),
     ("alpha", math.nan, "not a JSON object"),
     ("alpha", 10**400, "not a JSON object"),
-    ("identical", 1, "identical is 1; it must be True or False or None."),
-    ("task", {"a": 1}, "task is {'a': 1}; it must be a string or None."),
-    ("acceptance_by_position", [0.5, "x"], "it must be a list (each a number or None) or None."),
     ("schema", [1], "a record of schema [1]"),
   ],
 )
-def test_wrong_type_is_reported_with_its_line(path, field, value, expected):
+def test_invalid_value_is_reported_with_its_line(path, field, value, expected):
   records.append(path, setting())
   values = json.loads(path.read_text())
   groups = [group for group in values.values() if isinstance(group, dict) and field in group]

@@ -1,4 +1,4 @@
-"""Test that importing the package disables XLA's YNN kernels, and the check of XLA flags."""
+"""Test that importing the package disables XLA's YNN kernels."""
 
 import importlib.metadata
 import os
@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from specdec_jax.xla import YNN_FLAG, disable_ynn, rejection_message
+from specdec_jax.xla import YNN_FLAG, disable_ynn
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 
@@ -78,12 +78,3 @@ def test_warning_if_the_flag_cannot_be_added(monkeypatch, flags, used):
   with warnings.catch_warnings():
     warnings.simplefilter("error")  # on other devices the CPU's kernels do not matter
     flags_after(monkeypatch, "", "0.10.2", True, platform="tpu")
-
-
-def test_rejection_message_is_that_of_xla():
-  assert rejection_message("--xla_backend_optimization_level=0") == ""
-  unknown = "--xla_cpu_no_such_flag=1 --xla_nor_this"
-  message = rejection_message(f"{unknown} --xla_backend_optimization_level=0")
-  assert message == f"Unknown flags in XLA_FLAGS: {unknown}"
-  assert "value many" in rejection_message("--xla_backend_optimization_level=many")
-  assert '"no/such/file"' in rejection_message("no/such/file")

@@ -8,7 +8,7 @@ import platform
 import subprocess
 from typing import Any
 
-COMMIT_FILE = pathlib.Path(__file__).resolve().with_name("commit.txt")
+COMMIT_FILE = pathlib.Path(__file__).resolve().parents[1] / "commit.txt"  # setup.py writes it
 _CHECKOUT = COMMIT_FILE.parents[1]
 # Flags of /proc/cpuinfo and the vector extensions that they stand for, the widest first.
 _VECTORS = {"avx512f": "AVX-512", "avx2": "AVX2", "avx": "AVX", "sve": "SVE", "asimd": "NEON"}

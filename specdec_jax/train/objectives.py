@@ -1,7 +1,7 @@
 """Training losses: cross-entropy on texts, and divergences between a draft and a teacher."""
 
 from collections.abc import Callable
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, get_args
 
 import jax
 import jax.numpy as jnp
@@ -9,6 +9,7 @@ from flax import linen as nn
 from jax import Array
 from jax.typing import ArrayLike
 
+from specdec_jax.errors import InputError
 from specdec_jax.models.families import Config, init_params, module_of
 from specdec_jax.train.batches import NO_TOKEN, Batch
 
@@ -125,7 +126,11 @@ def divergences(
   if divergence == "jsd":
     return (_kl(p, (p + q) / 2) + _kl(q, (p + q) / 2)) / 2
   beta = jnp.minimum(p, q).sum(axis=-1)
-  return 1 - beta if divergence == "tv" else progress * -_log(beta) + (1 - progress) * _kl(p, q)
+  if divergence == "tv":
+    return 1 - beta
+  if divergence == "lk":
+    return progress * -_log(beta) + (1 - progress) * _kl(p, q)
+  raise InputError(f"divergence is {divergence!r}; give one of {get_args(Divergence)}.")
 
 
 def _with_remainder(probs: Array) -> Array:

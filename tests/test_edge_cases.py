@@ -1,21 +1,30 @@
-"""Test adverse input: empty and padded sources, non-finite logits, and guesses of padding."""
+"""Test empty and padded sources, non-finite logits, memory limits, and random keys."""
 
 import dataclasses
 import functools
+import math
+import re
+import types
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 import tiny
+import tiny_pair
 from tiny import autoregressive_decode, speculative_decode
 
+from experiments.model_free_drafts.given_outputs import RecitingModel
+from specdec_jax.core import memory
 from specdec_jax.core.counts import require_finite
-from specdec_jax.core.sampling import Sampling
+from specdec_jax.core.decode import NullDraft
+from specdec_jax.core.sampling import Sampling, split_keys
 from specdec_jax.core.trees import chain
 from specdec_jax.core.verify.tokens import TokenVerifier
 from specdec_jax.drafts.model import ModelDraft
 from specdec_jax.errors import InputError
+from specdec_jax.generate import Pair
+from specdec_jax.models.gpt import GPTModel
 from specdec_jax.models.t5 import T5Model
 
 V = 24
@@ -95,13 +104,6 @@ def test_output_does_not_depend_on_source_padding(sampling):
   )
 
 
-def test_draft_that_proposes_padding_does_not_change_the_output():
-  sources = tiny.sources(CONFIG, 0, 4)
-  padding_draft = tiny.ScriptedDraft(chain(3))
-  got = speculate(sources, draft=padding_draft, draft_params=np.zeros((4, 1), np.int32))
-  np.testing.assert_array_equal(got.tokens, autoregressive(sources).tokens)
-
-
 def test_padded_rows_of_the_vocabulary_are_never_sampled():
   """The weights of the padded rows, from V on, exceed those of real tokens, as unused rows may."""
   config = dataclasses.replace(CONFIG, padded_vocab_size=32)
@@ -119,19 +121,6 @@ def test_padded_rows_of_the_vocabulary_are_never_sampled():
     draft_params=padded,
   )
   assert (got.tokens < V).all() and got.lengths.sum() > 32
-
-
-@pytest.mark.parametrize("target_dtype, draft_dtype", [("f4", "bfloat16"), ("bfloat16", "f4")])
-def test_models_of_different_dtypes_decode_together(target_dtype, draft_dtype):
-  sources = tiny.sources(CONFIG, 0, 4)
-  target, draft = (
-    T5Model(dataclasses.replace(CONFIG, dtype=jnp.dtype(dtype)))
-    for dtype in (target_dtype, draft_dtype)
-  )
-  got = speculate(sources, draft=ModelDraft(draft, GREEDY, chain(3)), target=target)
-  assert (got.not_finite == -1).all()
-  if target_dtype == "f4":  # bfloat16 may tie
-    np.testing.assert_array_equal(got.tokens, autoregressive(sources).tokens)
 
 
 # Logits that are not finite.
@@ -180,10 +169,92 @@ def test_logits_that_are_not_finite_end_only_their_own_rows(speculation):
   assert require_finite(good) is good
 
 
-def test_draft_with_nan_parameters_is_reported():
-  sources = tiny.sources(CONFIG, 0, 4)
-  damaged = jax.tree.map(lambda x: x * np.nan, draft_params())
-  got = speculate(sources, RANDOM, draft_params=damaged)
-  assert (got.not_finite == 0).all() and (got.lengths == 0).all()
-  with pytest.raises(InputError, match="row 0 of a batch"):
-    require_finite(got)
+# Settings that no device can hold.
+
+
+@pytest.mark.parametrize("name", ["gamma", "max_new_tokens"])
+@pytest.mark.parametrize("pair", [tiny_pair.pair, tiny_pair.gpt_pair])
+def test_setting_that_exceeds_memory_is_rejected(monkeypatch, pair, name):
+  monkeypatch.setattr(memory, "_device_memory", lambda mesh: 16e9)
+  with pytest.raises(InputError, match="GB; ask for less|positions"):
+    Pair(*pair()).generate(["A man runs."], **{name: 10**9})
+
+
+def test_batch_that_exceeds_memory_is_rejected(monkeypatch):
+  """The estimate includes the caches of all rows, and nothing is computed for the 10,000 rows."""
+  monkeypatch.setattr(memory, "_device_memory", lambda mesh: 50e6)
+  pair = Pair(*tiny_pair.pair())
+  with pytest.raises(InputError, match="a batch of 10000 .* would take at least"):
+    pair.generate(["A man runs."] * 10_000, batch_size=10_000)
+
+
+def test_device_memory_is_that_of_the_devices_that_run():
+  assert 1e8 < memory._device_memory(None) < 1e14
+  tpu_mesh = types.SimpleNamespace(abstract_device=types.SimpleNamespace(platform="tpu"), size=4)
+  assert memory._device_memory(tpu_mesh) == math.inf
+
+
+@pytest.mark.parametrize("number", [np.float32(0.5), 0.5])
+def test_numbers_of_any_type_become_python_numbers(number):
+  """Values of other types cannot be traced, or do not share a program with an equal number."""
+  sampling = Sampling(number, np.int64(3), number)
+  assert [*map(type, dataclasses.astuple(sampling))] == [float, int, *[float] * 5]
+  assert sampling == Sampling(0.5, 3, 0.5) and hash(sampling) == hash(Sampling(0.5, 3, 0.5))
+  assert type(TokenVerifier(sampling, number).lenience) is float
+  assert Sampling(2**31).temperature == 2.0**31  # does not fit 32 bits
+
+
+# Decoding from Python.
+
+N, END = 12, 5
+
+
+def recite(decode=autoregressive_decode, rng=None, temperature=1.0, **settings):
+  """Decode two rows of a target whose text is 3 4 5 6 7 8 9 and whose EOS is 5."""
+  texts = np.array([[3, 4, 5, 6, 7, 8, 9]] * 2, np.int32)
+  settings = dict(max_new_tokens=6, sampling=Sampling(temperature), **settings)
+  rng = jax.random.key(0) if rng is None else rng
+  return decode(RecitingModel(N, eos_id=END), texts, jnp.zeros((2, 1), int), rng, **settings)
+
+
+def recite_speculatively(model, params, *args, sampling, **settings):
+  """Decode with a draft without parameters; arguments are those of `autoregressive_decode`."""
+  settings["verifier"] = TokenVerifier(sampling)
+  return speculative_decode(model, NullDraft(chain(1)), params, (), *args, **settings)
+
+
+def test_text_ends_at_the_eos_of_its_model():
+  assert recite(temperature=0.0).tokens[0].tolist() == [3, 4, 5, 0, 0, 0]
+  assert recite(temperature=0.0, eos_id=-1).tokens[0].tolist() == [3, 4, 5, 6, 7, 8]
+  gpt = GPTModel(tiny.gpt_config(N, eos_id=N - 1))
+  assert (gpt.eos_id, T5Model(tiny.config()).eos_id) == (N - 1, 1)
+
+
+def test_typed_and_legacy_keys_give_the_same_text():
+  typed = jax.random.key(7), jax.random.split(jax.random.key(7), 2)
+  legacy = jax.random.PRNGKey(7), jax.random.split(jax.random.PRNGKey(7), 2)
+  rows = typed[1]  # one key is split
+  for rng in (*typed, *legacy, *map(np.asarray, legacy)):
+    assert (jax.random.key_data(split_keys(rng, 2)) == jax.random.key_data(rows)).all()
+  for decode_it in (autoregressive_decode, recite_speculatively):
+    one, *others = (recite(decode_it, rng).tokens for rng in (rows, *legacy))
+    np.testing.assert_array_equal(others, [one, one])
+
+
+@pytest.mark.parametrize(
+  "rng, shape",
+  [
+    (jax.random.split(jax.random.key(0), 3), "key<fry>[3]"),
+    (jax.random.split(jax.random.PRNGKey(0), 3), "uint32[3,2]"),
+    (jnp.zeros(3, jnp.uint32), "uint32[3]"),
+    (jnp.zeros((), jnp.int32), "int32[]"),
+    (jnp.zeros((2, 2)), "float32[2,2]"),
+  ],
+  ids=str,
+)
+def test_keys_that_do_not_match_the_rows_are_rejected(rng, shape):
+  sentence = f"rng is {shape}; give one key of jax.random.key or PRNGKey, or one for each of the 2 "
+  sentence += "rows."
+  for decode_it in (autoregressive_decode, recite_speculatively):
+    with pytest.raises(InputError, match=re.escape(sentence)):
+      recite(decode_it, rng)
