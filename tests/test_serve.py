@@ -217,13 +217,8 @@ MALFORMED = [
   ({"model": None}, "The body has no model; give one."),
   ({"model": 1}, "model is 1, which has the wrong type."),
   ({"prompt": []}, "prompt is an empty list"),
-<<<<<<< HEAD
-  ({"prompt": [1, 2]}, "prompt is [1, 2]; it must be a string or a list (each a string)."),
-=======
   ({"prompt": [1, 2]}, "prompt and stop must be strings"),
   ({"prompt": "a\0b"}, "prompt 0 has a NUL character at position 1"),
-  (b'{"model": "target", "prompt": "a", "\\ud800": 1}', "The body has an unknown field"),
->>>>>>> cli
   ({"prompt": "a man " * 40}, "prompt 0 has"),
   ({"prompt": ["a"] * 9}, "The request has 9 outputs"),
   ({"max_tokens": 33}, "max_tokens is 33; give at most 32."),

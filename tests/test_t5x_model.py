@@ -360,11 +360,7 @@ def test_unsupported_networks_are_reported():
     (dict(gamma=0), "gamma is 0; it must be a whole number, from 1"),
     (dict(tree=(0, 0.5)), "A tree has parents .0, 0.5."),
     (dict(tree=(0, 3, 1)), "A tree has parents .0, 3, 1.; they must be"),
-<<<<<<< HEAD
-    (dict(verifier=3), "verifier is 3; it must be a function"),
-=======
     (dict(verifier=lambda sampling: 3), "verifier returns 3 for a sampling"),
->>>>>>> cli
     (dict(lenience=2), "lenience is 2; it must lie in"),
     (
       dict(verifier=BlockVerifier, lenience=0.5),
