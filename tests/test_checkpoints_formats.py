@@ -532,7 +532,6 @@ def test_tied_logits_without_scaling(copy_of):
     ("feed_forward_proj", "gelu", "'gated-gelu'"),
     ("relative_attention_num_buckets", 64, "32"),
     ("layer_norm_epsilon", 1e-5, "1e-06"),
-    ("d_model", None, "d_model"),
   ],
 )
 def test_unsupported_models_are_rejected(copy_of, field, value, said):

@@ -49,6 +49,7 @@ def test_drafts_of_a_forest_are_branches():
   assert factory.name == "near and copy-3" and draft.tree.parents == (0, 0, 1, 2)
 
 
+@pytest.mark.usefixtures("unchecked")
 def test_draft_sampling_overrides_the_sampling_of_the_draft():
   target, tree = tiny_pair.pair().loaded_target, chain(3)
   factory = draft_sampling(target, named("a"), temperature=0.5, top_k=3)

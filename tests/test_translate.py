@@ -31,6 +31,7 @@ from specdec_jax.run import main
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 LINES = [tiny_pair.SENTENCES[i] for i in (0, 14, 33, 60, 80)]
 LONGEST = 32  # source tokens
+GENERATION = "generation_config.GenerationConfig"
 LIMIT = 12  # tokens of a translation
 
 
@@ -288,7 +289,7 @@ def test_output_to_a_file(run):
 def interrupt(run, monkeypatch):
   """Run the command until a number of groups of lines are written."""
 
-  def call(lines=LINES, groups=2, **macros):
+  def call(lines=LINES, groups=1, **macros):
     record, calls = translate.output_records, []
 
     def fail(*args):
@@ -344,7 +345,7 @@ from specdec_jax.commands import translate
 record, calls = translate.output_records, []
 def record_or_end(*args):
   calls.append(args)
-  return record(*args) if len(calls) < 3 else os.kill(os.getpid(), signal.SIGKILL)
+  return record(*args) if len(calls) < 2 else os.kill(os.getpid(), signal.SIGKILL)
 translate.output_records = record_or_end
 run.main(["run", "--jax_compilation_cache_dir=", *{arguments(**macros)}])
 """
@@ -456,7 +457,7 @@ def test_output_to_a_pipe(run):
 
 def test_forced_token_starts_each_output(run):
   """The outputs are those of autoregressive decoding, and differ from those without the setting."""
-  setting = {"generation.GenerationConfig.forced_bos_token_id": 20}
+  setting = {f"{GENERATION}.forced_bos_token_id": 20}
   outputs = []
   for name, settings in (("plain", {}), ("gamma_0", {"GAMMA": 0, **setting}), ("gamma_3", setting)):
     assert run(LINES, OUTPUT=f"{name}.jsonl", **settings).status == 0
@@ -492,8 +493,14 @@ def test_forced_token_starts_each_output(run):
     ({"OUTPUT": ""}, "cannot use ''"),
     ({"BEAMS": 0}, "beams is 0"),
     ({"BEAMS": 2, "TEMPERATURE": 1.0}, "A beam search samples nothing"),
-    ({"BEAMS": 2, "generation.GenerationConfig.repetition_penalty": 1.3}, "generation unset"),
-    ({"generation.GenerationConfig.top_k": 3}, "generation has top_k, which a command does not"),
+    (
+      {"BEAMS": 2, f"{GENERATION}.repetition_penalty": 1.3},
+      "generation unset",
+    ),
+    (
+      {f"{GENERATION}.top_k": 3},
+      "generation has top_k, which a command does not",
+    ),
   ],
   ids=str,
 )
