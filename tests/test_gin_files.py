@@ -21,10 +21,6 @@ KINDS = ("runs", "models", "tasks", "drafts", "recipes")
 WITHOUT_PAIR = {
   "data",
   "find_draft",
-  "reproduce",
-  "given_outputs",
-  "peers",
-  "benchmark",
   *(name for name in RUNS if name.startswith("train_")),
 }
 WITH_PAIR = [name for name in RUNS if name not in WITHOUT_PAIR]
@@ -33,9 +29,6 @@ AFTER = [
   ("models/gpt_like",),
   ("models/gpt2",),
   ("models/random",),
-  ("models/lamda",),
-  ("tasks/dialog", "models/lamda"),
-  ("tasks/dialog", "models/gpt2"),
   ("tasks/articles", "models/random"),
   ("models/t5_1_1",),
   ("tasks/editing", "drafts/aggressive"),
@@ -116,11 +109,6 @@ def test_a_run_parses_with_each_verifier(after):
   parse("runs/speedup", *after)
 
 
-@pytest.mark.parametrize("name", ["speedup", "drafts", "cost"])
-def test_runs_that_measure_parse_with_a_replayed_pair(name):
-  parse(f"runs/{name}", "tasks/editing", "models/replay")
-
-
 def macros(path: pathlib.Path) -> dict[str, str]:
   """Return the values of the macros that a gin file and its included files bind, by name."""
   text = path.read_text()
@@ -166,31 +154,22 @@ DEFAULTS = [
   for macro, value in re.findall(r"^(\w+) = (.*)", (GIN / f"runs/{name}.gin").read_text(), re.M)
   if value.endswith("gin_files.default()")
 ]
-WITHOUT_TEXT = [(macro, name) for macro, name in DEFAULTS if name == "given_outputs"]
-FALLS_BACK = [
-  *sorted({*DEFAULTS} - {*WITHOUT_TEXT}),
-  ("INPUT", "cost"),
-  ("INPUT", "table4"),
-  ("TARGET_TEXT", "table5"),
-]
 
 
-@pytest.mark.parametrize("macro, name", FALLS_BACK)
+@pytest.mark.parametrize("macro, name", DEFAULTS)
 def test_missing_default_text_falls_back_to_a_bundled_text(
   macro, name, tmp_path, monkeypatch, capsys
 ):
   monkeypatch.chdir(tmp_path)
   path = pathlib.Path(value_of(macro, f"runs/{name}"))
   texts = path.read_text(encoding="utf-8").splitlines()
-  is_news = name == "table3_gpt_like"
-  assert path.parent == GIN / "tasks" and len(texts) == (3 if is_news else 300)
+  assert path.parent == GIN / "tasks" and len(texts) == 300
   note = capsys.readouterr().err
   assert note.count("\n") == 1 and str(path) in note and f"--gin.{macro}=" in note
-  data_set = ("lm1b" if macro == "TARGET_TEXT" else "wmt14") if is_news else "multi30k"
-  assert f"or run specdec data {data_set}" in note
+  assert "or run specdec data multi30k" in note
 
 
-@pytest.mark.parametrize("name, count", [("check_exactness", 200), ("cost", 8), ("speedup", 300)])
+@pytest.mark.parametrize("name, count", [("check", 200), ("speedup", 300)])
 def test_runs_read_the_bundled_captions(name, count, tmp_path, monkeypatch):
   monkeypatch.chdir(tmp_path)
   texts = (GIN / "tasks/captions.en.txt").read_text(encoding="utf-8").splitlines()
@@ -210,7 +189,7 @@ def test_bundled_captions_have_a_translation_each():
   assert len(sources) == len(targets) == len({*sources}) == len({*targets}) == 300
 
 
-@pytest.mark.parametrize("macro, name", [*WITHOUT_TEXT, ("DATA", "train_target")])
+@pytest.mark.parametrize("macro, name", [("DATA", "train_target")])
 def test_missing_default_is_reported_with_the_name_of_its_macro(macro, name, tmp_path, monkeypatch):
   monkeypatch.chdir(tmp_path)
   with pytest.raises(InputError, match=f"the default of {macro}, does not exist; set {macro} to "):
@@ -232,9 +211,6 @@ def test_data_folder_of_the_environment_is_used(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
   "names, task",
   [
-    (("runs/table3", "tasks/articles"), "articles"),
-    (("runs/table5", "tasks/dialog", "models/lamda"), "dialog"),
-    (("runs/drafts", "models/gpt_like"), "lm1b"),
     (("runs/speedup", "tasks/articles", "drafts/ngrams"), "articles"),
     (("runs/speedup", "drafts/retrieval", "tasks/articles"), "articles"),
   ],
@@ -251,25 +227,10 @@ def test_text_of_another_task_is_rejected_for_ngrams(names, task, tmp_path, monk
   assert value_of("TARGET_TEXT", names[0], "drafts/ngrams", "tasks/multi30k")[-11:] == "train.de.gz"
 
 
-@pytest.mark.parametrize("name", ["drafts", "learned_drafts"])
-def test_runs_with_verifiers_can_be_sharded(name):
-  """Sharding rules and verifiers are macros with different names."""
-  try:
-    run.parse_gin([str(GIN / f"{file}.gin") for file in (f"runs/{name}", "models/sharded")], [], [])
-    sharding, verifiers = (
-      gin.query_parameter(parameter).scoped_configurable_fn()
-      for parameter in ("partitioning.sharded.rules", "drafts.compare_drafts.verifiers")
-    )
-  finally:
-    gin.clear_config()
-  assert ("vocab", "model") in sharding
-  assert all(map(callable, verifiers))
-
-
 def test_exactness_checker_samples_at_a_temperature_other_than_1():
   """At temperature 1, a q that ignores the temperature would pass."""
   try:
-    run.parse_gin([str(GIN / "runs/check_exactness.gin")], [], [])
+    run.parse_gin([str(GIN / "runs/check.gin")], [], [])
     samplings = [
       reference.scoped_configurable_fn() for reference in gin.query_parameter("%SAMPLINGS")
     ]
@@ -297,14 +258,14 @@ def test_verifier_bound_by_gin_creates_an_instance_of_the_original_class():
 def test_parse_raises_for_an_invalid_file(tmp_path):
   path = tmp_path / "bad.gin"
   path.write_text(
-    "from __gin__ import dynamic_registration\ninclude 'experiments/table3/alpha.gin'\n"
+    "from __gin__ import dynamic_registration\ninclude 'gin/runs/speedup.gin'\n"
     "SAMPLINGS = [@argmax/sampling.Sampling()]\n"
   )
   with pytest.raises(Exception, match="not provided by an import"):
     parse(str(path.with_suffix("")))
 
 
-@pytest.mark.parametrize("name", ["alpha", "beams", "check_exactness", "gamma", "speedup", "trees"])
+@pytest.mark.parametrize("name", ["check", "speedup"])
 def test_measuring_runs_use_the_draft_of_the_existing_records(name):
   """The default draft of `load_pair` is that of the quickstart, not the one of these records."""
   try:
