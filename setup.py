@@ -1,4 +1,4 @@
-"""Build script, which adds the folders `gin/` and `configs/` and the commit to the package."""
+"""Build script, which adds the folder `gin/` and the commit to the package."""
 
 import importlib.util
 import pathlib
@@ -8,18 +8,17 @@ from setuptools.command.build_py import build_py
 
 
 class BuildWithGinFiles(build_py):
-  """Build command that adds copies of `gin/` and `configs/`, and a file with the commit.
+  """Build command that adds a copy of `gin/`, and a file with the commit.
 
-  The copies are in a subfolder, because a top-level `gin` is the package of gin-config. An
-  editable installation gets none of them.
+  The copy is in a subfolder, because a top-level `gin` is the package of gin-config. An
+  editable installation gets neither.
   """
 
   def run(self):
     super().run()
     if not self.editable_mode:
       package = pathlib.Path(self.build_lib) / "specdec_jax"
-      for folder in ("gin", "configs"):
-        self.copy_tree(folder, str(package / "gin_files" / folder))
+      self.copy_tree("gin", str(package / "gin_files" / "gin"))
       spec = importlib.util.spec_from_file_location("machine", "specdec_jax/measure/machine.py")
       machine = importlib.util.module_from_spec(spec)
       spec.loader.exec_module(machine)

@@ -25,6 +25,7 @@ import argparse
 import json
 import os
 import pathlib
+import resource
 import shutil
 import subprocess
 import sys
@@ -128,7 +129,9 @@ def main():
   for group in groups:
     print(f"{group}: ", end="")
     count += compare(*(side.get(group, {}) for side in values))
-  print(f"{count} cases differ; {time.monotonic() - since:.0f} s.")
+  used = resource.getrusage(resource.RUSAGE_CHILDREN)
+  seconds = f"{time.monotonic() - since:.0f} s, {used.ru_utime + used.ru_stime:.0f} s of CPU"
+  print(f"{count} cases differ; {seconds}.")
   sys.exit(count > 0)
 
 
