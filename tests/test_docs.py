@@ -9,7 +9,7 @@ import pytest
 import specdec_jax
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
-PAGES = [*ROOT.glob("*.md"), *sorted(ROOT.glob("docs/**/*.md"))]
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted(ROOT.glob("docs/**/*.md"))]
 PAGES += sorted(ROOT.glob("experiments/**/*.md"))
 
 
