@@ -314,7 +314,6 @@ def interrupt(run, monkeypatch):
     {"TEMPERATURE": 1.0, "SEED": 3},
     {"TEMPERATURE": 1.0, "BATCH_SIZE": 2},
     {"BEAMS": 2, "BATCH_SIZE": 2},
-    {"PREFIX": "The "},
   ],
   ids=str,
 )
