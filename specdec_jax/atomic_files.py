@@ -6,8 +6,6 @@ import stat
 from collections.abc import Iterator
 from typing import IO
 
-from specdec_jax.errors import InputError
-
 
 @contextlib.contextmanager
 def atomic_write(path: str | os.PathLike, mode: str = "w") -> Iterator[IO]:
@@ -41,10 +39,3 @@ def atomic_write(path: str | os.PathLike, mode: str = "w") -> Iterator[IO]:
     with contextlib.suppress(FileNotFoundError):
       os.unlink(part)
     raise
-
-
-def require_distinct_files(output: str, *inputs: str) -> None:
-  """Raise InputError if `output` and one of `inputs` are the same regular file."""
-  for path in inputs:
-    if os.path.isfile(path) and os.path.isfile(output) and os.path.samefile(path, output):
-      raise InputError(f"'{output}' is the output and an input; name another output.")
