@@ -437,7 +437,7 @@ def load_for(
     )
   config = laid_out(config, shardings, kernels)
   if weights not in (None, "float", "stored", "int8"):
-    raise InputError(f"weights is {shown(weights)}; give 'float', 'stored' or 'int8'.")
+    raise InputError(f"weights is {weights!r}; give 'float', 'stored' or 'int8'.")
   if weights is None:
     weights = "int8" if config.kernels == "skinny" and config.in_pairs else "stored"
   if weights == "int8":
