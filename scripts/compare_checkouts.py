@@ -60,9 +60,12 @@ def start(checkout, layer, folder, side, groups=()):
 def wait(folder, **processes):
   """Wait for processes by the name of their log, and exit with status 2 if one of them failed."""
   for side, process in processes.items():
-    if process.wait():
+    if status := process.wait():
+      for other in processes.values():
+        other.terminate()
       log = folder / f"{side}.log"
-      print("\n".join(log.read_text().splitlines()[-5:]), f"See {log}.", sep="\n", file=sys.stderr)
+      print(*log.read_text().splitlines()[-5:], sep="\n", file=sys.stderr)
+      print(f"{side} ended with status {status}; see {log}.", file=sys.stderr)
       raise SystemExit(2)
 
 
