@@ -313,8 +313,8 @@ def main(layer_name, folder, side, *groups):
       if pathlib.Path("/proc/self/maps").read_bytes().count(b"\n") > MOST_MAPS:
         jax.clear_caches()
     values[group.__name__] = {case: found[case] for case in cases}
+    work.with_suffix(".json").write_text(json.dumps(values, ensure_ascii=False))
     print(f"{group.__name__}: {len(cases)} cases in {time.monotonic() - since:.0f} s", flush=True)
-  work.with_suffix(".json").write_text(json.dumps(values, ensure_ascii=False))
 
 
 if __name__ == "__main__":

@@ -324,7 +324,7 @@ def _occurring(
 ) -> Bool[Array, "B K {vocab_size}"]:
   """Return a mask of the tokens of the vocabulary that are in `tokens` where `exists` is true."""
 
-  def occurring(row: Int[Array, " T"]) -> Bool[Array, " {vocab_size}"]:
+  def occurring(row: Int[Array, " T"]) -> Bool[Array, " V"]:
     return jnp.zeros(vocab_size, bool).at[row].set(True, mode="drop")
 
   return jax.vmap(jax.vmap(occurring))(jnp.where(exists, tokens, vocab_size))
