@@ -96,11 +96,13 @@ def quickstart(layer, files, work):
   settings = {"greedy": dict(gamma=3), "sampled": dict(gamma=3, temperature=1.0, seed=5)}
   settings["top-k, batch"] = dict(gamma=3, temperature=0.7, top_k=20, top_p=0.9, batch_size=3)
   settings["tree"] = dict(temperature=1.0, tree=[0, 0, 1, 1, 2], batch_size=2)
-  for weights in (None, "stored"):
+  for weights in ("float", "stored"):
     for name, chosen in settings.items():
       given = dict(texts=texts, logprobs=True, **chosen)
       yield f"{name}, weights {weights}", functools.partial(generated, weights, **given)
-  beams = functools.partial(generated, None, texts=texts[:3], num_beams=2, num_return_sequences=2)
+  beams = functools.partial(
+    generated, "float", texts=texts[:3], num_beams=2, num_return_sequences=2
+  )
   yield "beam search", beams
   yield "stream", lambda: {"text": [*specdec_jax.load_pair().stream(texts[0], gamma=3)]}
 
@@ -133,7 +135,7 @@ def commands(layer, files, work):
   sizes = [f"--gin.config.T5Config.{name}={value}" for name, value in SIZES.items()]
   draft = [f"--pair_target={pair}/target", "--gin.train.train_draft.new_sources=2"]
   head = [f"--pair_target={pair}/target", "--gin.train.train_speculator.new_sources=2"]
-  head += ["--kind=conditioned", "--gin.heads.speculator_config.emb_dim=16"]
+  head += [f"--gin.heads.speculator_config.{name}" for name in ("emb_dim=16", "num_layers=1")]
   fit = [data, "--gin.train.fit_vocabulary.size=80"]
   fit += ["--gin.train.fit_vocabulary.sources=['train.en.gz']"]
   check = ["--samplings=[@argmax/sampling.Sampling(), @top_k/sampling.Sampling()]"]
@@ -155,7 +157,13 @@ def commands(layer, files, work):
     "train_gpt_vocabulary": [*fit, "--pair_vocabulary=OUT/words.txt"],
     "train_target": [*learn, *sizes, "--pair_target=OUT/model"],
     "train_draft": [*learn, *sizes, *draft, "--pair_draft=OUT/model"],
-    "train_speculator": [*learn, *head, "--distillation_data=None", "--output=OUT/model"],
+    "train_speculator": [
+      *learn,
+      *head,
+      "--kind=conditioned",
+      "--distillation_data=None",
+      "--output=OUT/model",
+    ],
   }
   if importlib.util.find_spec("apache_beam"):
     runs["decode"] = [*short, "--output_dir=OUT", "--num_shards=2", "--num_texts=4"]
@@ -183,7 +191,7 @@ def written(layer, folder, arguments):
   if status:
     raise RuntimeError(f"specdec {' '.join(arguments)} ended with status {status}")
   parts = {}
-  for path in sorted(folder.rglob("*")):
+  for path in sorted(path for path in folder.rglob("*") if "checkpoints" not in path.parts):
     if path.suffix == ".jsonl":
       for i, line in enumerate(path.read_text(encoding="utf-8").splitlines()):
         parts[f"{path.name}, line {i}"] = without(json.loads(line), layer.TIMED)
