@@ -57,7 +57,7 @@ def values_of(recipe, *names, after="translate"):
     gin.clear_config()
 
 
-@pytest.mark.parametrize("after", ["translate", "speedup", "check_exactness"])
+@pytest.mark.parametrize("after", ["translate", "speedup", "check"])
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_recipe_names_a_target_and_a_draft_on_the_hub(recipe, after):
   target, draft = values_of(recipe, "%TARGET", "%DRAFT", after=after)
