@@ -338,7 +338,7 @@ def test_reproduction_reads_the_tasks_of_the_paper(tasks, monkeypatch):
   monkeypatch.chdir(ROOT)
   gin.clear_config()
   try:
-    files = [f"gin/{name}.gin" for name in ("runs/reproduce", "tasks/paper", "models/paper_t5_1_0")]
+    files = [f"experiments/paper/{name}.gin" for name in ("reproduce", "tasks", "t5_1_0")]
     command.parse_gin(files, [], [])
     by_name = copy.deepcopy(gin.query_parameter("%TASKS"))
     models = copy.deepcopy(gin.query_parameter("%MODELS"))
