@@ -11,7 +11,7 @@ from typing import Any
 
 import jax
 from jax import Array, lax
-from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Float, Int, Key
 
 from specdec_jax.core.trees import AnyTree, NodeLayout
@@ -23,6 +23,7 @@ from specdec_jax.models.gpt import GPTModel
 from specdec_jax.models.t5 import T5Model
 
 # Pairs of a logical axis and a mesh axis. A logical axis without a mesh axis is not sharded.
+AnyMesh = Mesh | AbstractMesh
 Rules = tuple[tuple[str, str | None], ...]
 
 RULES: Rules = (("batch", "data"), ("heads", "model"), ("mlp", "model"), ("vocab", "model"))
@@ -79,7 +80,7 @@ def make_mesh(model_parallel: int = 1, devices: Sequence[jax.Device] | None = No
 
 
 def param_shardings(
-  shapes: Any, mesh: Mesh, rules: Rules = RULES, config: TransformerConfig | None = None
+  shapes: Any, mesh: AnyMesh, rules: Rules = RULES, config: TransformerConfig | None = None
 ) -> Any:
   """Return the sharding of each parameter.
 
@@ -127,7 +128,7 @@ def param_shardings(
   return _shardings(shapes, PARAM_AXES, mesh, rules, num_heads)
 
 
-def state_shardings(state: Any, mesh: Mesh, rules: Rules = RULES) -> Any:
+def state_shardings(state: Any, mesh: AnyMesh, rules: Rules = RULES) -> Any:
   """Return the sharding of each array of a cache, a `Proposal` or a `core.decode.DecodeState`.
 
   An array is replicated along an axis whose size is not a multiple of the mesh axis.
@@ -156,7 +157,7 @@ class PartitionedModel(WrappedModel):
     rules: see `param_shardings`.
   """
 
-  mesh: Mesh
+  mesh: AnyMesh
   rules: Rules = RULES
 
   def prefill(
@@ -204,7 +205,7 @@ class PartitionedDraft(WrappedDraft):
     rules: see `param_shardings`.
   """
 
-  mesh: Mesh
+  mesh: AnyMesh
   rules: Rules = REPLICATED
 
   def init(self, params: Any, context: Context, hidden: Float[Array, "B C E"]) -> Any:
@@ -223,7 +224,7 @@ class PartitionedDraft(WrappedDraft):
     return lax.with_sharding_constraint(state, state_shardings(state, self.mesh, self.rules))
 
 
-def sharded(pair: Any, mesh: Mesh, rules: Rules = RULES, draft_rules: Rules = REPLICATED) -> Any:
+def sharded(pair: Any, mesh: AnyMesh, rules: Rules = RULES, draft_rules: Rules = REPLICATED) -> Any:
   """Return a pair that is sharded across the devices of a mesh.
 
   Parameters that already have the right sharding are not moved.
@@ -259,7 +260,7 @@ def _config_of(model: Model) -> TransformerConfig | None:
 def _shardings(
   tree: Any,
   axes_of: dict[str, tuple[str | None, ...]],
-  mesh: Mesh,
+  mesh: AnyMesh,
   rules: Rules,
   num_heads: Callable[[list[str]], int | None] | None = None,
 ) -> Any:
@@ -282,7 +283,7 @@ def _shardings(
   return jax.tree.map_with_path(sharding, tree)
 
 
-def _mesh_axes(rules: Rules, mesh: Mesh) -> dict[str | None, str | None]:
+def _mesh_axes(rules: Rules, mesh: AnyMesh) -> dict[str | None, str | None]:
   """Return the mesh axis of each logical axis in `rules`; raise InputError for an unknown axis."""
   known = {axis for axes in (*PARAM_AXES.values(), *STATE_AXES.values()) for axis in axes if axis}
   for axis, over in rules:
