@@ -22,8 +22,8 @@ from specdec_jax.models.config import T5Config, TransformerConfig
 from specdec_jax.models.gpt import GPTModel
 from specdec_jax.models.t5 import T5Model
 
-# Pairs of a logical axis and a mesh axis. A logical axis without a mesh axis is not sharded.
 AnyMesh = Mesh | AbstractMesh
+# Pairs of a logical axis and a mesh axis. A logical axis without a mesh axis is not sharded.
 Rules = tuple[tuple[str, str | None], ...]
 
 RULES: Rules = (("batch", "data"), ("heads", "model"), ("mlp", "model"), ("vocab", "model"))

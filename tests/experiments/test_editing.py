@@ -5,6 +5,7 @@ import random
 from experiments.editing.prepare import corrupt
 from specdec_jax import gin_files
 from specdec_jax.data.quality import edits
+from specdec_jax.data.text import read_lines
 
 SENTENCE = "Their dog has run through the wet grass of the old park, and it barks at two men."
 
@@ -24,4 +25,6 @@ def test_errors_are_reproducible_varied_and_moderate():
 
 def test_bundled_captions_with_errors_are_made_of_the_bundled_captions():
   captions, rng = gin_files.lines("tasks/captions.en.txt"), random.Random("errors of captions")
-  assert gin_files.lines("tasks/captions.errors.txt") == [corrupt(line, rng) for line in captions]
+  assert read_lines("experiments/editing/captions.errors.txt") == [
+    corrupt(line, rng) for line in captions
+  ]
