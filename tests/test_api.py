@@ -28,6 +28,7 @@ def own_pair():
   return Pair(*tiny_pair.pair())
 
 
+@pytest.mark.slow
 def test_import_loads_no_package_of_an_extra():
   heavy = "{'tensorflow', 'seqio', 'pandas', 'matplotlib', 'torch'} & {*sys.modules}"
   code = f"import sys, specdec_jax; print(specdec_jax.__version__, {heavy})"
@@ -37,6 +38,7 @@ def test_import_loads_no_package_of_an_extra():
     specdec_jax.loadpair  # noqa: B018
 
 
+@pytest.mark.slow
 def test_loading_a_pair_enables_the_compilation_cache(tmp_path, monkeypatch):
   """The test runs in a subprocess, because the settings of jax apply to a whole process."""
   paths = [str(tiny_pair.folder() / name) for name in ("target", "near", "vocabulary.model")]
@@ -77,6 +79,7 @@ def test_output_shows_its_rounds(capsys, monkeypatch):
   assert shown.startswith("<pre>") and "<span style=" in shown and "<script" not in shown
 
 
+@pytest.mark.slow
 def test_samples_depend_on_the_seed_and_the_index_of_the_text():
   sampled = dict(gamma=2, temperature=1.0, top_k=20, **SHORT)
 
@@ -104,6 +107,7 @@ def test_auto_chooses_the_fastest_and_logs_why(monkeypatch, caplog):
   assert len(caplog.messages) == 2 and caplog.messages[0].endswith("; so.")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
   "how, verifier",
   [
@@ -161,6 +165,7 @@ def test_repr_of_a_pair_is_one_line():
   assert shown.endswith("task='tiny', dtype='float32')")
 
 
+@pytest.mark.slow
 def test_notebook_runs_from_top_to_bottom(capsys, monkeypatch):
   """A pair with random weights compiles faster; `test_embedded.py` tests the bundled pair."""
   monkeypatch.setattr(specdec_jax, "load_pair", own_pair)
@@ -176,6 +181,7 @@ def test_notebook_runs_from_top_to_bottom(capsys, monkeypatch):
   assert "<pre>" in namespace["branched"]._repr_html_()
 
 
+@pytest.mark.slow
 def test_beam_search_returns_the_best_text_first():
   pair = own_pair()
   found = pair.beam_search(TEXTS, beams=3, gamma=2, batch_size=2, **SHORT)

@@ -56,6 +56,7 @@ def propose(draft, params, texts):
   return draft.propose(params, state, context, keys)[0]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("order", [1, 2, 4])
 @pytest.mark.parametrize("tree", [chain(3), Tree((0, 0, 0, 1, 1, 2, 4))], ids=["chain", "tree"])
 def test_guesses_are_the_most_frequent_successors_of_the_longest_context(order, tree):

@@ -130,6 +130,7 @@ def reference_search(model, params, prompt, num_beams: int, length_penalty: floa
   return (finished or live)[::-1]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family, num_beams", [("t5", 1), ("t5", 3), ("t5", 8), ("gpt", 4)])
 def test_plain_search_equals_a_search_written_out(family, num_beams):
   case = FAMILIES[family]()
@@ -207,11 +208,13 @@ def test_speculative_search_equals_plain_search(family, draft):
     assert 1.3 < steps[steps > 0].mean() < 4, "the draft does not test rejection"
 
 
+@pytest.mark.slow
 def test_decoder_on_the_targets_encoder_is_a_beam_draft():
   draft, params = conditioned_draft(t5(), 2)
   assert_same(speculate(t5(), (ModelBeamDraft(draft, 4), params)), plain(t5(), 3))
 
 
+@pytest.mark.slow
 def test_hidden_states_of_a_conditioned_decoder_move_with_their_beam():
   """With a single beam, each round has the draft tokens of a chain, even after acceptances."""
   case, (draft, draft_params) = t5(), conditioned_draft(t5(), 3)
@@ -260,6 +263,7 @@ def test_hidden_states_of_a_conditioned_decoder_move_with_their_beam():
   assert len({tuple(guesses[0]) for guesses in chain_guesses}) > 2
 
 
+@pytest.mark.slow
 def test_no_node_is_verified_twice(monkeypatch):
   """No pass covers the last token of a text again, whether it was drafted or of a live sequence."""
   case, (draft, draft_params) = t5(), DRAFTS["twice as wide"](t5())
@@ -358,6 +362,7 @@ def test_a_pass_may_have_one_node_per_beam():
   assert ModelBeamDraft(chain_draft(t5().draft, 2), 3, 3).num_nodes(3) == 3
 
 
+@pytest.mark.slow
 def test_equally_probable_texts_come_in_the_order_of_t5x():
   """With a uniform model, the first beam and the smallest token come first."""
   flat = jax.tree.map(jnp.zeros_like, t5().params)
@@ -551,6 +556,7 @@ def run_with_fault():
   return lambda index: compiled(params, jnp.array(index))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fault", FAULTS)
 def test_injected_faults_are_found(run_with_fault, fault):
   with pytest.raises(AssertionError):

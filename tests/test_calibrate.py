@@ -403,6 +403,7 @@ def test_given_tree_has_the_output_of_autoregressive_decoding(tmp_path):
   assert translated(tmp_path, pair, [0, 0, 1]) == plain_lines(pair)
 
 
+@pytest.mark.slow
 def test_auto_chooses_and_tries_a_tree(tmp_path, monkeypatch, capsys):
   """In simulated times, drafting and further rows are free, and the tree takes 0.8 of the chain's
   time. A tree of 128 nodes, for which the model has too few positions, is neither timed nor

@@ -208,6 +208,7 @@ def rounded(tree, *dtypes):
   return tree
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("version", CONFIGS)
 @pytest.mark.parametrize("format", FORMATS)
 def test_config_and_parameters_are_read(format, version):
@@ -295,6 +296,7 @@ def traced_peak(load):
   return peak / sum(leaf.nbytes for leaf in jax.tree.leaves(tree))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fused", [False, True], ids=["as stored", "fused"])
 @pytest.mark.parametrize("format", ["t5x zarr", "t5x msgpack", "orbax", "hf", "own"])
 def test_no_file_is_read_into_memory_as_a_whole(tmp_path, format, fused):
@@ -410,6 +412,7 @@ def bucket():
   server.shutdown()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("format", FORMATS)
 def test_checkpoint_in_a_bucket(bucket, monkeypatch, format):
   local = checkpoint_path(format, "1.1")

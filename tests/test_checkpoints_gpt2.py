@@ -365,6 +365,7 @@ def folders(tmp_path_factory):
   return write(root / "target", tensors(tree)), write(root / "draft", tensors(near))
 
 
+@pytest.mark.slow
 def test_pair_emits_the_tokens_of_its_target(folders, vocabulary):
   pair = load_pair(*folders, vocabulary.path)
   assert (pair.target_name, pair.draft_name) == ("target", "draft") and pair.continues

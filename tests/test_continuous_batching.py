@@ -79,6 +79,7 @@ def test_all_texts_of_a_program_are_those_of_a_batch(num_slots):
     same_text(text, result, text)
 
 
+@pytest.mark.slow
 def test_texts_in_any_order_are_those_of_a_batch():
   """Encoders read fewer tokens of short sources. The slots are fewer than the rows of a window."""
   compiled = batching._run._cache_size()
@@ -105,6 +106,7 @@ def test_texts_in_any_order_are_those_of_a_batch():
   assert batching._run._cache_size() <= compiled + 1, "all blocks share one program"
 
 
+@pytest.mark.slow
 def test_slots_are_filled_and_freed_at_any_time():
   """Texts arrive one by one or several at once, and some are cancelled."""
   slots = Slots(decoder(), PARAMS, 3, WIDTH, LIMIT)
@@ -134,6 +136,7 @@ def test_slots_are_filled_and_freed_at_any_time():
   assert len(cancelled) > 0 and sorted(ended + cancelled) == [*range(M)]
 
 
+@pytest.mark.slow
 def test_samples_of_one_source_share_its_keys_and_values():
   prompts, keys = PROMPTS[:2], jax.random.split(jax.random.key(1), 6)
   state = jax.eval_shape(

@@ -369,21 +369,51 @@ CASES = {
   "typical": (t5, model, RAGGED, TypicalVerifier),
   "top-beta": (gpt, model, chain(2), TopBetaVerifier),
 }
+# The default run tests these cases; the others are slow.
+QUICK = {
+  "chain",
+  "prompt lookup, tree",
+  "n-grams",
+  "retrieval, dynamic",
+  "layers",
+  "stopping",
+  "EAGLE",
+  "conditioned",
+  "hierarchical",
+  "dynamic",
+  "tree",
+  "tree, GPT",
+  "tree, blocks",
+  "k-seq",
+  "BART",
+}
+
+
+def marked(cases):
+  """Return parameters of a test: the cases, with a mark unless they are in QUICK."""
+  return [pytest.param(x, marks=() if x in QUICK else pytest.mark.slow, id=x) for x in cases]
+
+
 EXACT = [name for name, (*_, verifier) in CASES.items() if verifier(RANDOM).exact]
 # Cases whose joint distribution is sampled by whole loops; test_verifiers.py has the rounds of
 # every verifier. With top-k a node may have fewer possible children than the tree.
 SAMPLED = [
   ("hierarchical", "temperature 1"),
   ("tree, blocks", "top-k"),
-  ("dynamic", "temperature 1"),
-  ("drafts joined", "top-k"),
   ("stopping", "temperature 1"),
-  ("one pass", "temperature 1"),
-  ("cascade", "temperature 1"),
-  ("recycling", "temperature 1"),
-  ("BART", "temperature 1"),
-  ("T5Gemma", "temperature 1"),
-  ("other vocabulary", "temperature 1"),
+  *(
+    pytest.param(case, method, marks=pytest.mark.slow)
+    for case, method in [
+      ("dynamic", "temperature 1"),
+      ("drafts joined", "top-k"),
+      ("one pass", "temperature 1"),
+      ("cascade", "temperature 1"),
+      ("recycling", "temperature 1"),
+      ("BART", "temperature 1"),
+      ("T5Gemma", "temperature 1"),
+      ("other vocabulary", "temperature 1"),
+    ]
+  ),
 ]
 
 
@@ -401,7 +431,7 @@ def speculate(case: str, sampling: Sampling, rows=range(6)):
   return speculative_decode(models.target, draft, *params, prompts, keys, **how)
 
 
-@pytest.mark.parametrize("case", EXACT)
+@pytest.mark.parametrize("case", marked(EXACT))
 def test_greedy_output_equals_autoregressive_decoding(case):
   plain, ours = autoregressive_outputs(CASES[case][0]), speculate(case, GREEDY)
   np.testing.assert_array_equal(ours.tokens, plain.tokens)
@@ -451,7 +481,7 @@ def in_batch(case: str):
   return speculate(case, sampling_of(case))
 
 
-@pytest.mark.parametrize("case", ROWS)  # other cases with GPT cover the GPT rows
+@pytest.mark.parametrize("case", marked(ROWS))  # other cases with GPT cover the GPT rows
 def test_rows_do_not_depend_on_their_neighbors_and_equal_objects_share_programs(case):
   whole = in_batch(case)
   speculate(case, sampling_of(case))  # compiles, if the program was forgotten
@@ -467,7 +497,7 @@ SAME_STATE |= {"drafts merged", "dynamic of itself", "dynamic, GPT", "T5Gemma, d
 SAME_STATE |= {"stopping", "EAGLE, text", "shared encoder"}
 
 
-@pytest.mark.parametrize("case", [case for case in ROWS if case not in SAME_STATE])
+@pytest.mark.parametrize("case", marked(case for case in ROWS if case not in SAME_STATE))
 def test_each_text_is_decoded_in_any_slot_as_in_a_batch(case):
   """Six texts of unequal lengths are decoded in two slots."""
   sampling = sampling_of(case)
@@ -508,7 +538,7 @@ def test_single_rows_equal_the_batch(case):
     same_rows(whole, speculate(case, RANDOM, [row]), [row])
 
 
-@pytest.mark.parametrize("case", ROWS)
+@pytest.mark.parametrize("case", marked(ROWS))
 def test_recorded_rounds_add_up_to_the_text(case):
   out = in_batch(case)
   models_of, draft_of, requested_tree, _ = CASES[case]
@@ -549,7 +579,8 @@ def test_samples_have_the_targets_joint_distribution(case, method):
 
 
 @pytest.mark.parametrize(
-  "case", ["tree, GPT", "dynamic", "drafts joined", "hierarchical, GPT", "cascade", "stopping"]
+  "case",
+  marked(["tree, GPT", "dynamic", "drafts joined", "hierarchical, GPT", "cascade", "stopping"]),
 )
 def test_incremental_draft_state_equals_a_full_reread(case, monkeypatch):
   """After each of three rounds, the draft proposes the same tokens as after rereading the whole

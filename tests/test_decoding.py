@@ -155,6 +155,7 @@ def test_greedy_autoregressive_decoding_equals_the_oracle():
     assert alone.num_rounds == len(text)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("gamma", [5])
 def test_greedy_speculative_decoding_equals_the_oracle(gamma):
   """The batch sizes are 1 and 8; the drafts are good, bad and equal to the target."""
@@ -190,6 +191,7 @@ def test_every_greedy_guess_of_a_draft_equal_to_the_target_is_accepted(gamma=3):
     assert len(history(out, row)) == -(-len(text) // (gamma + 1))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("gamma,sampling", [(4, Sampling(0.7, top_k=9, top_p=0.9))])
 def test_every_sampled_guess_of_a_draft_equal_to_the_target_is_accepted(gamma, sampling):
   for seed in range(5):
@@ -296,6 +298,7 @@ def test_tokens_past_the_end_are_0():
   assert (out.tokens.tolist(), out.lengths.tolist()) == ([[2, 3, 0, 0], [5, 4, 3, 0]], [2, 3])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("limit", [1, 3])
 def test_limit_smaller_than_a_block_truncates_the_text(limit):
   gamma = 7
@@ -317,6 +320,7 @@ def test_last_block_is_truncated_at_the_limit():
 # Rows are independent of each other.
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("draft_name", ["good"])
 def test_sampled_row_is_the_same_alone_and_in_a_batch(draft_name):
   """The tests against the oracle compare greedy rows one by one."""

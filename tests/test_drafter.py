@@ -23,6 +23,8 @@ from specdec_jax.train.batches import NO_TOKEN, Batch
 from specdec_jax.train.objectives import divergences
 from specdec_jax.train.speculators import speculator_objective, warm_start
 
+pytestmark = pytest.mark.slow
+
 
 class Case(NamedTuple):
   """A head with random parameters, and texts [B, T] that end with padding in some rows."""

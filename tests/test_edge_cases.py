@@ -137,6 +137,7 @@ def with_injected_logits(position: np.ndarray, values: np.ndarray):
   return tiny.ChangedModel(TARGET, extend)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("speculation", [False, True])
 def test_logits_that_are_not_finite_end_only_their_own_rows(speculation):
   """One row has a NaN, a second row an infinity, and a third row a NaN after its end."""
@@ -221,6 +222,7 @@ def test_text_ends_at_the_eos_of_its_model():
   assert (gpt.eos_id, T5Model(tiny.config()).eos_id) == (N - 1, 1)
 
 
+@pytest.mark.slow
 def test_typed_and_legacy_keys_give_the_same_text():
   typed = jax.random.key(7), jax.random.split(jax.random.key(7), 2)
   legacy = jax.random.PRNGKey(7), jax.random.split(jax.random.PRNGKey(7), 2)

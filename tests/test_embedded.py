@@ -69,6 +69,7 @@ def test_greedy_output_equals_autoregressive_decoding(sentences, draft, batch_si
     assert out.num_rounds < 0.6 * expected.num_rounds, "too few guesses are accepted"
 
 
+@pytest.mark.slow
 def test_alpha_at_temperature_0_agrees_with_the_readme_of_the_pair(pair, sentences):
   test_sentences = sentences[24:72]
   if not test_sentences:

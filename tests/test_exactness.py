@@ -41,6 +41,8 @@ from specdec_jax.exactness.paths import plans_of, rounds_of_self_draft, shapes_o
 from specdec_jax.exactness.prefix_chi2 import Comparison, compare, cut_into_cells
 from specdec_jax.models.layers import RelativePositionBias
 
+pytestmark = pytest.mark.slow
+
 GREEDY = Sampling(temperature=0.0)
 SAMPLINGS = {
   "temperature 1": Sampling(),

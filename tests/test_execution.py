@@ -11,6 +11,7 @@ from specdec_jax.theory import beta, expected_seconds, speculative_execution
 P, Q = np.array([0.5, 0.3, 0.2, 0.0]), np.array([0.2, 0.3, 0.1, 0.4])
 
 
+@pytest.mark.slow
 def test_y_has_the_distribution_of_f_for_any_q():
   """Frequencies over 5,000 samples are within five standard deviations of P.
 

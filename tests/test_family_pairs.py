@@ -16,6 +16,8 @@ from specdec_jax.core.types import Params
 from specdec_jax.models.kernels import skinny
 from specdec_jax.pairs import load_pair
 
+pytestmark = pytest.mark.slow
+
 FAMILIES = {"BART": tiny.BART, "T5Gemma": tiny.T5GEMMA}
 GREEDY = Sampling(temperature=0.0)
 LIMIT = 12

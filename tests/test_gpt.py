@@ -26,6 +26,8 @@ from specdec_jax.models.families import for_decoding
 from specdec_jax.models.gpt import GPTModel
 from specdec_jax.models.kernels import skinny
 
+pytestmark = pytest.mark.slow
+
 V = 24
 VARIANTS = {
   "gpt_like": tiny.gpt_config(V, emb_dim=32, head_dim=12),

@@ -23,6 +23,8 @@ from specdec_jax.measure.speed import Timing
 from specdec_jax.models.simulated import SimulatedModel
 from specdec_jax.serve.decode import decode
 
+pytestmark = pytest.mark.slow
+
 GREEDY, RANDOM = Sampling(temperature=0.0), Sampling()
 TEXTS = ["a man", "", "the", ""]  # of one width, so that each function compiles once
 GAMMA, LIMIT = 2, 12

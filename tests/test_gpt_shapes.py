@@ -7,6 +7,8 @@ import pytest
 from specdec_jax.models.families import init_params
 from specdec_jax.models.sizes import named_config
 
+pytestmark = pytest.mark.slow
+
 GPT_2 = {  # of the released checkpoints
   "distil": 81_912_576,
   "small": 124_439_808,

@@ -35,6 +35,8 @@ from specdec_jax.measure.reporting.html import report, write_report
 from specdec_jax.measure.reporting.rounds import Branch, Round, read_rounds
 from specdec_jax.measure.reporting.stepper import Example
 
+pytestmark = pytest.mark.slow
+
 SWEEP = [
   dataclasses.replace(
     RECORD,

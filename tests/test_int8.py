@@ -21,6 +21,8 @@ from specdec_jax.models.partitioning import make_mesh, param_shardings
 from specdec_jax.models.quantization import quantize
 from specdec_jax.pairs import checkpoint_draft, frequent_tokens, load_pair, speculator
 
+pytestmark = pytest.mark.slow
+
 GREEDY, RANDOM = Sampling(0.0), Sampling(1.0)
 needs_kernels = pytest.mark.skipif(
   not skinny.is_available(), reason="needs a C++ compiler and a CPU, one device"

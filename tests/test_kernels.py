@@ -168,6 +168,7 @@ def test_quantization_changes_a_value_by_at_most_half_a_scale():
   assert (np.abs(kernel[:, nonzero]).max(axis=0) == 127).all()
 
 
+@pytest.mark.slow
 @compiled
 def test_more_threads_than_blocks():
   code = (
@@ -346,6 +347,7 @@ def test_vmap_of_matmul():
   np.testing.assert_array_equal(got.reshape(6, 48), matmul(x, w))
 
 
+@pytest.mark.slow
 @compiled
 @pytest.mark.parametrize("vocab_size", [16, 27])
 def test_model_with_the_kernels_has_the_logits_of_xla(vocab_size):
@@ -383,6 +385,7 @@ def test_token_has_bit_identical_logits_alone_in_a_block_and_in_a_tree(dtype):
     cache = model.commit(extended, jnp.asarray([i + 1]))
 
 
+@pytest.mark.slow
 @compiled
 @pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
 def test_weights_stored_as_bfloat16_can_stay_in_bfloat16(tmp_path, tied):
@@ -460,6 +463,7 @@ def cached_files(home):
   return [*(home / ".cache" / "specdec_jax" / "kernels").iterdir()]
 
 
+@pytest.mark.slow
 @compiled
 def test_library_is_compiled_once(fresh, compilations):
   for _ in range(3):

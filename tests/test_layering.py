@@ -58,6 +58,7 @@ def violations(modules: str, forbidden: str, module: str, source: str) -> list[s
   return [name for name in imports(source) if re.match(rf"({forbidden})(\.|$)", name)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("modules, forbidden, example", RULES)
 def test_rule(modules, forbidden, example):
   module, imported = example.split(" -> ")
@@ -96,12 +97,14 @@ def import_without(absent: str, modules: list[str]) -> None:
   subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True, timeout=240)
 
 
+@pytest.mark.slow
 def test_core_runs_without_tensorflow_seqio_or_gin():
   core = re.compile(r"specdec_jax(\.(core|theory|models|beams|drafts)\b|$)")
   absent = "tensorflow tensorflow_datasets seqio t5x gin sentencepiece matplotlib sacrebleu jinja2"
   import_without(absent, [*filter(core.match, FILES)])
 
 
+@pytest.mark.slow
 def test_all_but_tasks_runs_without_the_extra_of_tasks():
   needing_extras = re.compile(r"specdec_jax\.(t5x|data\.seqio_tasks|serve\.beam_pipeline)\b")
   absent = "tensorflow tensorflow_datasets tensorflow_text seqio t5x pandas rouge_score"

@@ -50,6 +50,8 @@ from specdec_jax.train.objectives import divergences
 from specdec_jax.train.speculators import speculator_objective, warm_start
 from specdec_jax.train.trainer import TrainSettings
 
+pytestmark = pytest.mark.slow
+
 LOGITS = np.array([[2.0, 0.5, -1.0, 0.3], [0.0, 0.0, 3.0, 1.0]], np.float32)
 P = np.array([[0.7, 0.2, 0.06, 0.04], [0.1, 0.2, 0.3, 0.4]])
 Q = np.exp(LOGITS) / np.exp(LOGITS).sum(axis=1, keepdims=True)

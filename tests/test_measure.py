@@ -98,6 +98,7 @@ def probabilities(name, prompt, tokens, sampling):
   return tiny.adjusted(logits, sampling.temperature, sampling.top_k, sampling.top_p)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
   "draft, sampling",
   [("near", RANDOM), ("near", Sampling(0.7, top_k=5, top_p=0.9)), ("near", GREEDY)]
@@ -357,6 +358,7 @@ def test_round_time_excludes_the_prefill():
   assert speed.round_s(3) == pytest.approx((1.6 - 2 * 0.1) / 6)
 
 
+@pytest.mark.slow
 def test_costs_are_those_of_real_rounds(monkeypatch):
   """Calls run 0 and CHAIN autoregressive steps, and rounds of gamma 3 without and with drafting."""
   ends = []
@@ -378,6 +380,7 @@ def test_costs_are_those_of_real_rounds(monkeypatch):
   assert (emitted[2] == CHAIN * 4).all()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
   "verifier",
   [
@@ -454,6 +457,7 @@ def operations_by_hand(layers, slots, source, mlp_dim=256, emb=128, heads=2, hea
 PROMPT = jnp.full((1, 8), 5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kernels", ["xla", "skinny"])
 def test_operations_equal_those_counted_by_hand(kernels):
   got = operations_ratio(pair_of(4, 1, kernels), PROMPT, RANDOM)
@@ -526,6 +530,7 @@ def not_measured(record):
   ]
 
 
+@pytest.mark.slow
 def test_record_has_every_field(results):
   (record,) = records.read(results)
   assert set(not_measured(record)) <= {"beta_lag1"}  # there is none if beta never varies
@@ -558,6 +563,7 @@ def test_qualities_by_hand():
   assert quality("ROUGE-Lsum", ["b c\na"], ["a\nb c"]) == pytest.approx(100)
 
 
+@pytest.mark.slow
 def test_another_baseline_is_another_setting(results, tmp_path):
   """Predictions are relative to our autoregressive decoding and do not apply to other baselines."""
   theirs = own_baseline(tiny_pair.pair("random"))._replace(name="theirs")
@@ -644,6 +650,7 @@ def test_run_on_other_texts_is_another_setting(results, asked, change):
   assert asked == [2]
 
 
+@pytest.mark.slow
 def test_batches_and_samples_have_no_finite_length_prediction_or_comparison(tmp_path, quick):
   """The prediction is for one text at a time; sampled outputs are not compared."""
   with records.open_results(tmp_path) as path:
@@ -657,6 +664,7 @@ def test_batches_and_samples_have_no_finite_length_prediction_or_comparison(tmp_
   assert record.predicted_measured_cost == pytest.approx(3 / (v + 2 * c), rel=1e-4)
 
 
+@pytest.mark.slow
 def test_simulated_acceptance_is_recorded_as_such(tmp_path, quick):
   real = tiny_pair.pair()
   target = SimulatedModel(real.target, 0.6, real.vocabulary.eos_id)
@@ -671,6 +679,7 @@ def test_simulated_acceptance_is_recorded_as_such(tmp_path, quick):
   assert r.acceptance_rate == pytest.approx(0.6, abs=4 * np.sqrt(0.6 * 0.4 / 150))
 
 
+@pytest.mark.slow
 def test_another_alpha_is_another_setting():
   one, other = (
     settings_to_measure(random_pair("tiny", "tiny", alpha), TEXTS, [SETTINGS], [3])

@@ -186,6 +186,7 @@ def speculate(order, gamma, rows, ngrams):
   )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("order, gamma, batch", [(1, 3, 3), (2, 5, 3)])
 def test_greedy_output_equals_the_targets(order, gamma, batch):
   """Bigrams of the target's own texts are often accepted, bigrams of other texts rarely."""
@@ -210,6 +211,7 @@ def test_calls_of_one_shape_compile_once():
   assert Decoder.run._cache_size() == compiled
 
 
+@pytest.mark.slow
 def test_sampled_output_has_the_targets_joint_distribution(order=1):
   # 1,600 outputs detect a total variation of 0.15 with a probability of 0.9. Bigrams are tested
   # above.

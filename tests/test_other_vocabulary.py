@@ -28,6 +28,8 @@ from specdec_jax.errors import InputError
 from specdec_jax.models.families import model_of
 from specdec_jax.pairs import LoadedPair, checkpoint_draft, load_pair
 
+pytestmark = pytest.mark.slow
+
 TEXTS = tiny_pair.SENTENCES[:6]
 LIMIT = dict(max_new_tokens=12)
 

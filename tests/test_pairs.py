@@ -125,6 +125,7 @@ def test_eos_of_any_vocabulary_ends_the_prompt_of_a_random_pair(monkeypatch):
   assert lengths.tolist() == [len(pair.encode(text)) - 1 for text in texts]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family, size", [("bart", "tiny"), ("t5gemma", "tiny-tiny")])
 def test_random_pair_of_another_family_accepts_all_draft_tokens(monkeypatch, family, size):
   monkeypatch.setitem(sizes._FAMILY_SIZES["bart"], "tiny", (8, 2, 4, 16, 1, 1))
@@ -287,6 +288,7 @@ assert pair.draft_params["decoder"]["logits_dense"]["kernel"].is_fully_replicate
 """
 
 
+@pytest.mark.slow
 def test_sharded_parameters_are_not_converted():
   paths = [str(tiny_pair.folder() / name) for name in ("target", "near", "vocabulary.model")]
   devices = "--xla_force_host_platform_device_count=2"
@@ -422,6 +424,7 @@ def test_another_vocabulary_of_the_same_size_raises(tmp_path):
     load(draft=paths["other"])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("version", "dtype"), [("1.1", "bfloat16")])
 def test_random_pair_has_the_published_sizes_and_the_given_alpha(version, dtype):
   pair = random_pair("tiny", "tiny", 0.5, version=version, dtype=dtype, kernels="xla")

@@ -33,6 +33,8 @@ from specdec_jax.models.simulated import SimulatedModel
 from specdec_jax.models.sizes import named_config, t5_config
 from specdec_jax.models.t5 import T5Model
 
+pytestmark = pytest.mark.slow
+
 SCRIPT = pathlib.Path(__file__).resolve().with_name("partitioned.py")
 MESH = AbstractMesh((2, 4), ("data", "model"), (AxisType.Auto,) * 2)
 

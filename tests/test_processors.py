@@ -467,6 +467,7 @@ def test_settings_of_a_checkpoint_are_defaults():
   assert pair.generation_config("loud", dict(min_new_tokens=2))[0].min_new_tokens == 2
 
 
+@pytest.mark.slow
 def test_outputs_continue_decoder_prefixes():
   """A forced prefix is not part of the output, which is what the target writes after it."""
   pair = Pair(*tiny_pair.pair())
@@ -487,6 +488,7 @@ def test_outputs_continue_decoder_prefixes():
   assert forced.tokens.array.tolist() == [[7, 8], [-1, -1]]
 
 
+@pytest.mark.slow
 def test_samples_of_one_source():
   """The first sample is that of a single output; the encoder runs once for all of them."""
   pair = Pair(*tiny_pair.pair())
@@ -520,6 +522,7 @@ def test_log_probabilities_are_those_of_the_target():
   np.testing.assert_allclose(plain[0].logprobs, log_probs[rows, tokens], atol=1e-4)
 
 
+@pytest.mark.slow
 def test_outputs_end_at_stop_strings_and_at_any_eos():
   pair = Pair(*tiny_pair.pair())
   (whole,) = pair.generate(SENTENCES[:1], min_new_tokens=16, **SHORT)
@@ -535,6 +538,7 @@ def test_outputs_end_at_stop_strings_and_at_any_eos():
   assert ended.tokens[-1] in (1, eos) and ended.finish_reason == "eos"
 
 
+@pytest.mark.slow
 def test_user_functions_and_processors_apply_after_the_others():
   pair = Pair(*tiny_pair.pair())
   (plain,) = pair.generate(SENTENCES[:1], **SHORT)
@@ -579,6 +583,7 @@ def test_trie_allows_exactly_its_sequences():
     TrieConstraint.of([], EOS)
 
 
+@pytest.mark.slow
 def test_outputs_are_sequences_of_a_trie():
   """For trees and beams, and with the most probable sequence first."""
   pair = Pair(*tiny_pair.pair())
@@ -596,6 +601,7 @@ DRAFTS = "near", "random"
 GUMBEL = dict(temperature=1.0, seed=5, **SHORT)
 
 
+@pytest.mark.slow
 def test_coupled_samples_do_not_depend_on_the_draft():
   """The text of a seed is that of autoregressive decoding, whatever gamma, tree and batch are."""
   own, other = (Pair(*tiny_pair.pair(name))._replace(verifier=GumbelVerifier) for name in DRAFTS)
@@ -612,6 +618,7 @@ def test_coupled_samples_do_not_depend_on_the_draft():
   assert texts_of(own.generate(SENTENCES, gamma=3, **adjusted, **GUMBEL)) == texts_of(want)
 
 
+@pytest.mark.slow
 def test_coupled_draft_equal_to_the_target_is_always_accepted():
   pair = Pair(*tiny_pair.pair("target"))._replace(verifier=GumbelVerifier)
   for how, depth in ((dict(gamma=3), 3), (dict(tree=(0, 0, 1, 2)), 2)):
@@ -619,6 +626,7 @@ def test_coupled_draft_equal_to_the_target_is_always_accepted():
       assert (output.rounds.num_accepted[:-1] == depth).all()
 
 
+@pytest.mark.slow
 def test_coupled_samples_have_the_targets_distribution():
   """First tokens of many rows, against the softmax of the target's logits."""
   pair = Pair(*tiny_pair.pair())
@@ -678,6 +686,7 @@ def python_beam_search(log_probs_of, num_beams, max_new_tokens, penalty, early_s
   return finished
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("penalty, early_stopping", [(1.0, False), (2.0, "never"), (0.5, True)])
 def test_beam_search_of_transformers(penalty, early_stopping):
   """Against the definition in Python, with the target's logits after every text."""
@@ -700,6 +709,7 @@ def test_beam_search_of_transformers(penalty, early_stopping):
   np.testing.assert_allclose(scores, [score for _, score in want], atol=1e-4)
 
 
+@pytest.mark.slow
 def test_sizes_are_not_rounded_up_for_limited_positions():
   """A GPT with 96 positions writes as many tokens as they allow, which is no power of two."""
   pair = Pair(*tiny_pair.gpt_pair())

@@ -109,6 +109,7 @@ def test_long_matches_and_starts_of_texts(tokens_per_match, from_start, guesses)
   assert propose(sources, texts, gamma=4, options=options) == guesses
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("max_ngram", [1, 2, 3, 5])
 @pytest.mark.parametrize("gamma", [1, 4])
 def test_guesses_equal_those_of_a_plain_search(gamma, max_ngram):

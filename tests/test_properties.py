@@ -123,6 +123,7 @@ def test_guess_is_accepted_iff_u_lenience_q_is_less_than_p(pq, lenience, seed):
   assert (np.take_along_axis(weights, next_token[:, None], axis=1) > 0).all()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("gamma", [1, 2, 3])
 @few
 @given(data=st.data())

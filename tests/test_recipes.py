@@ -21,6 +21,8 @@ from specdec_jax.drafts.prompt_lookup import PromptLookupDraft
 from specdec_jax.models.families import init_params, model_of
 from specdec_jax.models.sizes import named_config
 
+pytestmark = pytest.mark.slow
+
 GIN = pathlib.Path(__file__).resolve().parents[1] / "gin"
 RECIPES = sorted(path.stem for path in (GIN / "recipes").glob("*.gin"))
 # Family and sizes of target and draft; None for prompt lookup. T5Gemma 9B-9B exceeds the memory of

@@ -86,6 +86,7 @@ def test_recycled_tokens_are_accepted_where_the_draft_is_wrong_again():
   assert np.asarray(recycling.rounds.num_emitted)[:, 0].tolist() == [2, 4, 2, 4, 2, 2] + [0] * 10
 
 
+@pytest.mark.slow
 def test_draft_model_rereads_the_tokens_that_it_did_not_propose():
   """In rounds that accept recycled tokens, the model proposes as after rereading the whole text.
 

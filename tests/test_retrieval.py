@@ -39,6 +39,7 @@ def counted(text, max_context, depth) -> Counter:
   return Counter(run[: d + 1] for run in runs for d in range(len(run)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("tree", [chain(4), Tree((0, 0, 0, 1, 1, 2, 4))], ids=["chain", "tree"])
 def test_most_frequent_children_of_each_node_are_proposed(tree):
   guesses = propose(RetrievalDraft(tree, 3, 300), build_datastore(ROWS), TEXTS).tokens.tolist()

@@ -75,6 +75,7 @@ def by_hand(cfg, tied, block):
   return 4 * (cfg.num_decoder_layers * (layer + caches) + position_bias + logits + embedded + rest)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("fused", [False, True])
 @pytest.mark.parametrize("block", [1, 4])

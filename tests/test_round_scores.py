@@ -40,6 +40,8 @@ from specdec_jax.exactness.martingale import (
   total,
 )
 
+pytestmark = pytest.mark.slow
+
 V, GAMMA, EOS = 24, 2, 1
 CHAIN, TREE, PAIRED = chain(GAMMA), Tree((0, 0, 0, 1, 1, 2, 4)), branching(2)
 LEVEL = 1e-6  # significance level of each comparison: a correct program fails it this often

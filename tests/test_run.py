@@ -250,6 +250,7 @@ def test_errors_and_exit_statuses(folder, capsys):
     main(*args("bug"))
 
 
+@pytest.mark.slow
 def test_installed_command_finds_modules_and_caches_programs_in_the_given_folder(folder):
   (folder / "tiny_work.py").write_text(EXPERIMENT)
   (folder / "bin").mkdir()

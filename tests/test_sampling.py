@@ -44,6 +44,7 @@ def test_distribution_equals_the_float64_reference(method):
   np.testing.assert_allclose(got.sum(-1), 1, atol=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", METHODS, ids=str)
 def test_bfloat16_logits_are_converted_to_float32_first(method):
   logits = jnp.asarray(logits_of(6, 17), jnp.bfloat16)
@@ -134,6 +135,7 @@ def assert_follows_the_definition(probs, logits, temperature=1.0, top_k=0, top_p
   np.testing.assert_allclose(probs, weights / weights.sum(), rtol=1e-5, atol=1e-30)
 
 
+@pytest.mark.slow
 @settings(max_examples=250, deadline=None, derandomize=True)
 @given(
   pool=st.lists(
@@ -199,6 +201,7 @@ def test_error_for_an_invalid_setting_states_its_value(setting, name):
     Sampling(**setting)
 
 
+@pytest.mark.slow
 def test_samples_follow_the_weights_and_never_have_weight_0():
   # 200,000 samples, level 1e-6: detects effects w >= 0.02.
   n = 200_000
@@ -229,12 +232,14 @@ def test_extreme_uniforms_sample_tokens_of_positive_weight(u, index, possible, m
   assert sample(keys, jnp.asarray(weights)).tolist() == [possible[index]]
 
 
+@pytest.mark.slow
 def test_sample_with_one_possible_token():
   weights = jnp.asarray(np.eye(6, dtype=np.float32)[np.arange(600) % 6] * 1e-20)
   samples = sample(jax.random.split(jax.random.key(1), 600), weights)
   np.testing.assert_array_equal(samples, np.arange(600) % 6)
 
 
+@pytest.mark.slow
 def test_each_row_is_sampled_with_its_own_key():
   weights = jnp.asarray(np.random.default_rng(0).random((50, 9)))
   keys = jax.random.split(jax.random.key(2), 50)
@@ -304,6 +309,7 @@ def kept_by_sorting(distances, weights, total):
   return distances <= distances[last]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("masses", [False, True])
 @pytest.mark.parametrize("size", [32 * 512, 70_001])
 def test_nearest_tokens_of_a_large_vocabulary_are_those_of_sorting(masses, size):

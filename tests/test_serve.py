@@ -30,6 +30,8 @@ from specdec_jax.serve.server import serve
 from specdec_jax.serve.service import Service
 from specdec_jax.serve.slots import Progress, Slots
 
+pytestmark = pytest.mark.slow
+
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 TEXTS = [tiny_pair.SENTENCES[i] for i in (0, 14, 60)]
 LIMITS = Limits(num_slots=4, max_groups=2, queue_size=64, max_new_tokens=32, max_outputs=8)

@@ -67,6 +67,7 @@ def running_rounds(out):
   return [np.asarray(x)[running] for x in out.rounds[:3]]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
   "alpha, gamma, sampling",
   [(0.3, 5, RANDOM), (0.75, 3, GREEDY), (1.0, 3, RANDOM)],

@@ -73,6 +73,7 @@ def count_of(config) -> int:
   )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", PUBLISHED)
 def test_sizes_have_the_published_number_of_parameters(family):
   assert {*sizes_of(family)} == PUBLISHED[family].keys()

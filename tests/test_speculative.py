@@ -120,6 +120,7 @@ def joint_of_chain(target, length):
   return probs
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("zeros", [False, True], ids=["dense", "zeros"])
 @pytest.mark.parametrize("gamma", [1, 3])
 def test_round_emits_the_targets_distribution(gamma, zeros):
@@ -224,6 +225,7 @@ def test_exact_outcome_probabilities_sum_to_the_target():
     np.testing.assert_allclose(emitted_first(q, p), p, atol=1e-12)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("lenience", [0.5])
 def test_lenience_bounds_token_probabilities_and_raises_acceptance(lenience):
   """With lenience l, no token's probability exceeds p / l (Appendix A.5)."""
@@ -488,6 +490,7 @@ def test_sampling_methods_are_distinguished():
     assert tiny.p_value(counts, exact_joint(method)) < tiny.CAUGHT
 
 
+@pytest.mark.slow
 def test_draft_with_another_temperature_leaves_the_output_exact():
   """The draft's temperature affects acceptance only."""
   draft = ModelDraft(T5Model(DRAFT_CONFIG), Sampling(2.0), chain(2))

@@ -23,6 +23,8 @@ from specdec_jax.drafts.stopping import AdaptiveStoppingDraft, StoppingDraft
 from specdec_jax.drafts.uniform import UniformDraft
 from specdec_jax.errors import InputError
 
+pytestmark = pytest.mark.slow
+
 GAMMA = 4
 KEY = jax.random.key(0)
 

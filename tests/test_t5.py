@@ -315,6 +315,7 @@ def test_tree_has_the_logits_of_its_paths(tree):
     assert far_off(found) == {"at once, then on", "by levels, then on"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fault", TREE_FAULTS)
 def test_wrong_attention_in_a_tree_is_detected(monkeypatch, fault):
   monkeypatch.setattr(trees, "_place_tree", functools.partial(fault, trees._place_tree))
@@ -451,6 +452,7 @@ BACKWARDS_EDGES = [16, 19, 21, 24, 27, 31, 35, 40, 46, 52, 59, 67, 77, 87, 99, 1
 BOTH_WAYS_EDGES = [8, 12, 16, 23, 32, 46, 64, 91]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_blocks_of_every_variant_equal_the_teacher_forced_pass(variant):
   cfg = VARIANTS[variant]
@@ -497,6 +499,7 @@ def test_relative_position_buckets_by_hand(bidirectional):
   np.testing.assert_array_equal(bias(keys), np.stack([got[0][..., keys[0]], got[1][..., keys[1]]]))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("tied", [False, True], ids=["own matrix", "tied"])
 def test_padded_entries_of_the_vocabulary_have_no_probability(tied):
   cfg = tiny.config(vocab_size=21, padded_vocab_size=32, tied_logits=tied)
@@ -537,6 +540,7 @@ def shapes(cfg):
   return {path: leaf.shape for path, leaf in traverse_util.flatten_dict(tree, sep="/").items()}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("size,version", PUBLISHED)
 def test_published_sizes_have_the_published_parameters(size, version):
   total = sum(int(np.prod(shape)) for shape in shapes(t5_config(size, version)).values())
@@ -566,6 +570,7 @@ def test_parameters_have_the_names_of_t5x():
   np.testing.assert_allclose(logits[0], want[:, :32_100], rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.slow
 def test_initial_parameters_are_float32_for_any_dtype_of_activations():
   params = init_params(tiny.config(dtype=jnp.bfloat16), jax.random.key(0))
   assert {x.dtype for x in jax.tree.leaves(params)} == {jnp.dtype("float32")}

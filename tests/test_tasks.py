@@ -25,9 +25,12 @@ from specdec_jax.data.vocabulary import PAD_ID
 from specdec_jax.errors import InputError
 from specdec_jax.pairs import LoadedPair
 
-pytestmark = pytest.mark.skipif(
-  importlib.util.find_spec("seqio") is None, reason="seqio is not installed (extra 'tasks')"
-)
+pytestmark = [
+  pytest.mark.slow,
+  pytest.mark.skipif(
+    importlib.util.find_spec("seqio") is None, reason="seqio is not installed (extra 'tasks')"
+  ),
+]
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 DATA = tiny.SHARED.resolve() / "data"

@@ -47,6 +47,8 @@ from specdec_jax.train.distillation_data import model_outputs
 from specdec_jax.train.objectives import cross_entropy, model_objective, teacher_forced
 from specdec_jax.train.trainer import TrainSettings, train
 
+pytestmark = pytest.mark.slow
+
 
 def random_text(count, seed, longest=60) -> ParallelText:
   """Return random pairs, 1 to `longest` tokens per side; the source of pair i starts with 100 +

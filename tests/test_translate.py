@@ -123,6 +123,7 @@ def test_prefix_is_prepended_to_lines_that_are_not_empty(run):
   assert result.lines == [own[0], "", own[1]] != [*targets_own(LINES[:1]), "", own[1]]
 
 
+@pytest.mark.slow
 def test_beam_search_returns_the_most_probable_translation(run):
   pair = tiny_pair.pair(max_source_tokens=LONGEST)
   searcher = pair.beam_searcher(3, gamma=0)
@@ -186,6 +187,7 @@ def test_brackets_in_a_reported_line_are_not_markup(run):
   assert "[/b] A [3]" in result.said
 
 
+@pytest.mark.slow
 def test_output_does_not_depend_on_the_batch_size(run, temperature=1.0):
   lines = [*LINES[:2], "", *LINES[2:]]  # 6: the last batch is not full
   alone = run(lines, BATCH_SIZE=1, TEMPERATURE=temperature)
@@ -213,6 +215,7 @@ def command(*args, text=b""):
   )
 
 
+@pytest.mark.slow
 def test_each_line_of_standard_input_is_answered_before_the_next_arrives(run):
   program = subprocess.Popen(
     [sys.executable, "-m", "specdec_jax.run", "--jax_compilation_cache_dir=", *arguments()],
@@ -251,6 +254,7 @@ def test_terminal_input_is_decoded_line_by_line_without_a_bar(run, monkeypatch, 
   assert "Ctrl-D ends it" in result.said and "decoding" not in result.said
 
 
+@pytest.mark.slow
 def test_lines_in_another_language_are_reported(run, monkeypatch):
   monkeypatch.setattr(vocabulary, "_MIN_PIECES", 10)
   monkeypatch.setattr(translate, "MAX_SINGLE_LETTER_SHARE", 0.9)
@@ -262,6 +266,7 @@ def test_lines_in_another_language_are_reported(run, monkeypatch):
   assert "warning: 1 more line is unlike the training data of this pair: 3" in result.said
 
 
+@pytest.mark.slow
 def test_exit_status_of_invalid_input():
   result = command(*arguments(INPUT="gone.txt"))
   assert result.returncode == 2 and not result.stdout
@@ -333,6 +338,7 @@ def test_interrupted_run_is_resumed(run, interrupt, macros):
   assert sorted(os.listdir()) == ["in.txt", "out.txt"]
 
 
+@pytest.mark.slow
 def test_killed_run_is_resumed(run):
   """SIGKILL ends the process while it decodes JSON Lines in a batch."""
   (run.dir / "in.txt").write_text("".join(line + "\n" for line in LINES))
@@ -454,6 +460,7 @@ def test_output_to_a_pipe(run):
   assert sorted(os.listdir()) == ["in.txt", "pipe"]
 
 
+@pytest.mark.slow
 def test_forced_token_starts_each_output(run):
   """The outputs are those of autoregressive decoding, and differ from those without the setting."""
   setting = {f"{GENERATION}.forced_bos_token_id": 20}

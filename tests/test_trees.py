@@ -224,6 +224,7 @@ def small_pair():
   )
 
 
+@pytest.mark.slow
 def test_positional_acceptance_agrees_with_the_rounds_of_decoding():
   """With one level of siblings, 1,000 rounds on generated texts agree within 6 standard errors."""
   pair, sampling, limit = small_pair(), Sampling(), dict(max_new_tokens=12)

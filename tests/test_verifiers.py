@@ -263,6 +263,7 @@ def test_verifier_emits_the_targets_distribution(verifier, shape, way):
   np.testing.assert_allclose(joint, exact(p), atol=ATOL)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("shape", [name for name in TREES if name != "2x2x1"])
 def test_dynamic_tree_emits_the_targets_distribution(shape):
   tree, p, proposals = problem(shape, "deterministic")
@@ -316,6 +317,7 @@ def test_example_of_the_block_verification_paper():
   assert accepted["blocks"] == pytest.approx(11 / 9, abs=1e-5)
 
 
+@pytest.mark.slow
 def test_merged_nodes_are_continued_by_the_union_of_their_children():
   """Two chains of two drafts: with equal first tokens, the second chain continues both."""
   fork = Tree((0, 0, 1, 2))
@@ -491,6 +493,7 @@ LOSSY = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", LOSSY)
 def test_lossy_verifier_emits_the_distribution_that_it_reports(name):
   # 100,000 tokens, level 1e-6: detects effects w >= 0.03.
@@ -525,6 +528,7 @@ def test_tokens_that_lossy_verifiers_accept():
   assert lossy.TypicalVerifier(Sampling(), delta=2.0).acceptable(flat).all()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", LOSSY)
 def test_longest_accepted_path_is_selected(name):
   """The branch of the first child is also accepted but is shorter."""

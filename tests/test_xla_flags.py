@@ -26,6 +26,7 @@ def test_ynn_kernels_are_disabled_in_these_tests():
   assert "__ynn_fusion" not in (compiled.as_text() or "__ynn_fusion")
 
 
+@pytest.mark.slow
 def test_ynn_kernels_are_disabled_if_jax_is_imported_first():
   code = """
 import jax, jax.numpy as jnp

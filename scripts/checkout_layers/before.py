@@ -54,9 +54,10 @@ def decodings():
     plain.setdefault(models_of, f"no draft, target of {case}")
   nothing = contract.free, contract.chain(0), contract.TokenVerifier
   cases |= {case: (models_of, *nothing) for models_of, case in plain.items()}
+  sampled = [getattr(each, "values", each) for each in contract.SAMPLED]  # of pytest.param
   for case, parts in cases.items():
     methods = {"temperature 0": contract.GREEDY, "temperature 1": contract.RANDOM}
-    methods |= {"top-k": contract.TOP_K} if (case, "top-k") in contract.SAMPLED else {}
+    methods |= {"top-k": contract.TOP_K} if (case, "top-k") in sampled else {}
     for method, sampling in methods.items():
       yield f"{case}, {method}", functools.partial(decode, *parts, sampling, contract.LIMIT)
 
