@@ -153,6 +153,7 @@ def test_samples_of_one_source_share_its_keys_and_values():
   assert len({tuple(row) for row in np.asarray(shared.tokens[:3]).tolist()}) > 1
 
 
+@pytest.mark.slow
 def test_generate_has_the_same_outputs_in_slots():
   pair = Pair(*tiny_pair.pair(max_source_tokens=32))
   texts = [*tiny_pair.SENTENCES[:7], "", tiny_pair.SENTENCES[8]]

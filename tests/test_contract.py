@@ -376,15 +376,12 @@ QUICK = {
   "n-grams",
   "retrieval, dynamic",
   "layers",
-  "stopping",
   "EAGLE",
   "conditioned",
-  "hierarchical",
   "dynamic",
   "tree",
   "tree, GPT",
   "tree, blocks",
-  "k-seq",
   "BART",
 }
 

@@ -473,6 +473,7 @@ def test_library_is_compiled_once(fresh, compilations):
   assert path.stat().st_mode & 0o777 == 0o600 and path.parent.stat().st_mode & 0o777 == 0o700
 
 
+@pytest.mark.slow
 @compiled
 @pytest.mark.parametrize(
   "damage, mode",

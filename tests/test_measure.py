@@ -129,6 +129,7 @@ def logits_and_q(pair, prompt, tokens, sampling):
   return teacher_forced_logits(pair.target, pair.target_params, prompt, tokens), q
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sampling", [RANDOM, GREEDY], ids=str)
 def test_lenience_raises_acceptance_and_bounds_the_change(sampling):
   pair = tiny_pair.pair()
@@ -540,6 +541,7 @@ def test_record_has_every_field(results):
   assert (record.num_examples, record.platform, record.dtype) == (len(TEXTS), "cpu", "float32")
 
 
+@pytest.mark.slow
 def test_quality_is_recorded_with_that_of_autoregressive_decoding(results, tmp_path):
   (record,) = records.read(results)
   assert record.metric == "BLEU" and record.quality == record.baseline_quality

@@ -334,6 +334,7 @@ COMBINATIONS = [
 SHAPES = [dict(gamma=3, batch_size=4), dict(tree=(0, 0, 1, 1), logprobs=True), dict(gamma=3)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
   "settings, how", [*zip(COMBINATIONS, SHAPES, strict=True)], ids=lambda each: " ".join(each)
 )
@@ -353,6 +354,7 @@ def texts_of(outputs):
   return [(output.text, output.tokens.tolist()) for output in outputs]
 
 
+@pytest.mark.slow
 def test_draft_equal_to_the_target_is_always_accepted_with_processors():
   """So drafts apply the same processors to q, above temperature 0 too."""
   pair = Pair(*tiny_pair.pair("target"))
@@ -362,6 +364,7 @@ def test_draft_equal_to_the_target_is_always_accepted_with_processors():
       assert (output.rounds.num_accepted[:-1] == (3 if "gamma" in how else 2)).all()
 
 
+@pytest.mark.slow
 def test_hierarchical_draft_of_targets_is_always_accepted_with_processors():
   pair = Pair(*tiny_pair.pair("target"))
 
@@ -375,6 +378,7 @@ def test_hierarchical_draft_of_targets_is_always_accepted_with_processors():
     assert (output.rounds.num_accepted[:-1] == 3).all() and len(output.tokens) >= 8
 
 
+@pytest.mark.slow
 def test_dynamic_trees_need_fewer_rounds_if_the_draft_has_the_processors():
   pair = tiny_pair.pair("target")
   processors = RepetitionPenalty(1.6), NoRepeatNgram(2), MinLength(0, 7, ids(EOS))
@@ -646,6 +650,7 @@ def test_coupled_samples_have_the_targets_distribution():
   assert tiny.p_value(counts, np.asarray(jax.nn.softmax(logits))) > tiny.LEVEL
 
 
+@pytest.mark.slow
 def test_beam_search_with_processors_is_that_of_plain_search():
   pair = Pair(*tiny_pair.pair())
   base = dict(num_beams=3, num_return_sequences=3, max_new_tokens=16)

@@ -215,6 +215,7 @@ def test_flags_of_checkpoints_add_their_gin_file(folder, capsys):
   assert "There is no model in here/gone/x" in said
 
 
+@pytest.mark.slow
 def test_installed_package_contains_the_gin_files_and_its_commit(tmp_path):
   pytest.importorskip("setuptools", minversion="77")  # older ones do not read this pyproject.toml
   build = [sys.executable, "setup.py", "-q", "build_py", "--build-lib", str(tmp_path / "lib")]
