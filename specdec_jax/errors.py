@@ -18,7 +18,7 @@ class InputError(ValueError):
 
 def require_count(name: str, value: Any, least: int = 1) -> None:
   """Raise InputError unless the value of a setting is a whole number from `least` to 2^31 - 1."""
-  if not (isinstance(value, numbers.Integral) and least <= value <= _MAX_INT32):
+  if not (isinstance(value, numbers.Integral) and least <= int(value) <= _MAX_INT32):
     raise InputError(
       f"{name} is {shown(value)}; it must be a whole number, from {least} to {_MAX_INT32}."
     )
@@ -59,7 +59,7 @@ def require_text(name: str, text: str) -> None:
 
 def require_seed(seed: Any) -> None:
   """Raise InputError unless `seed` is an integer that fits in int32 or uint32, as jax requires."""
-  if not (isinstance(seed, numbers.Integral) and -(2**31) <= seed < 2**32):
+  if not (isinstance(seed, numbers.Integral) and -(2**31) <= int(seed) < 2**32):
     raise InputError(
       f"seed is {shown(seed)}; it must be a whole number from {-(2**31)} to {2**32 - 1}."
     )

@@ -29,7 +29,7 @@ def quality(
   if metric not in METRICS:
     raise InputError(f"metric is {metric!r}; it must be one of {', '.join(METRICS)}.")
   if metric == "F0.5":
-    return f_score(sources, outputs, references)
+    return f_score(sources or (), outputs, references)
   if metric == "exact match":
     return 100 * float(np.mean([*map(str.__eq__, outputs, references)]))
   if metric == "BLEU":

@@ -50,7 +50,8 @@ def hierarchical_draft(
   def build(sampling: Sampling, tree: AnyTree) -> HierarchicalDraft:
     guesses = cheaper.build(sampling, chain(inner_gamma))
     tree = require_static("a hierarchical draft", tree)
-    return HierarchicalDraft(model.build(sampling, tree).model, guesses, sampling, tree)
+    outer: Any = model.build(sampling, tree)  # a `ModelDraft`
+    return HierarchicalDraft(outer.model, guesses, sampling, tree)
 
   return _joined(f"{model.name} by {cheaper.name}", build, [model, cheaper])
 
@@ -163,7 +164,7 @@ def stopping_draft(
   model = draft(target)
 
   def build(sampling: Sampling, tree: AnyTree) -> StoppingDraft:
-    built = model.build(sampling, tree)
+    built: Any = model.build(sampling, tree)  # a `ModelDraft`
     if goal is None:
       return StoppingDraft(built, threshold)
     return AdaptiveStoppingDraft(built, threshold, goal)

@@ -381,5 +381,5 @@ def params_digest(params: Any) -> str:
   digest = hashlib.sha256()
   for path, leaf in jax.tree_util.tree_leaves_with_path(params):
     digest.update(f"{jax.tree_util.keystr(path)} {np.shape(leaf)}".encode())
-    digest.update(np.ascontiguousarray(leaf).reshape(-1).view(np.uint8))
+    digest.update(np.ascontiguousarray(leaf).reshape(-1).view(np.uint8).data)
   return digest.hexdigest()[:16]
