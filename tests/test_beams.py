@@ -172,7 +172,6 @@ def eagle_draft(case: Case) -> tuple[BeamDraft, object]:
 
 
 DRAFTS = {
-  "as wide": lambda case: (ModelBeamDraft(chain_draft(case.draft, 2), 3), case.draft_params),
   "twice as wide": lambda case: (
     ModelBeamDraft(chain_draft(case.draft, 3), 6, 99),
     case.draft_params,
@@ -192,7 +191,12 @@ def speculate(case: Case, draft_and_params: tuple[BeamDraft, object]) -> BeamRes
 
 @pytest.mark.parametrize(
   "family, draft",
-  [*(("t5", draft) for draft in DRAFTS), ("gpt", "twice as wide"), ("gpt", "eagle")],
+  [
+    ("t5", "few nodes"),
+    ("t5", "prompt lookup"),
+    ("gpt", "eagle"),
+    *(pytest.param("t5", draft, marks=pytest.mark.slow) for draft in ("itself", "twice as wide")),
+  ],
 )
 def test_speculative_search_equals_plain_search(family, draft):
   case = FAMILIES[family]()
@@ -297,7 +301,7 @@ def test_no_node_is_verified_twice(monkeypatch):
 
 
 def test_rows_do_not_depend_on_their_neighbors():
-  case, draft = t5(), DRAFTS["as wide"](t5())
+  case, draft = t5(), DRAFTS["few nodes"](t5())
   rows = [4, 2, 2, 2, 2, 2]  # as many as in the whole batch, so that nothing is recompiled
   some = speculate(dataclasses.replace(case, prompt=case.prompt[jnp.array(rows)]), draft)
   whole = speculate(case, draft)

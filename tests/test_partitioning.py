@@ -5,6 +5,7 @@ in two processes with four virtual devices each.
 """
 
 import json
+import os
 import pathlib
 import socket
 import subprocess
@@ -41,7 +42,9 @@ MESH = AbstractMesh((2, 4), ("data", "model"), (AxisType.Auto,) * 2)
 
 def start(*arguments) -> subprocess.Popen:
   command = [sys.executable, str(SCRIPT), *map(str, arguments)]
-  return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+  environment = os.environ | {"PYTHONPATH": str(SCRIPT.parents[1])}  # of the package `experiments`
+  pipe = subprocess.PIPE
+  return subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True, env=environment)
 
 
 def result_of(process: subprocess.Popen) -> dict:

@@ -315,10 +315,8 @@ def interrupt(run, monkeypatch):
 @pytest.mark.parametrize(
   "macros",
   [
-    {},
-    {"TEMPERATURE": 1.0, "SEED": 3},
     {"TEMPERATURE": 1.0, "BATCH_SIZE": 2},
-    {"BEAMS": 2, "BATCH_SIZE": 2},
+    pytest.param({"BEAMS": 2, "BATCH_SIZE": 2}, marks=pytest.mark.slow),
   ],
   ids=str,
 )
