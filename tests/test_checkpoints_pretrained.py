@@ -20,7 +20,7 @@ from test_checkpoints_formats import assert_rejected, hf_tensors, params, write_
 from specdec_jax.checkpoints.load import load_params, open_checkpoint
 from specdec_jax.data.vocabularies import open_vocabulary
 from specdec_jax.errors import InputError
-from specdec_jax.pairs import load_pair
+from specdec_jax.load import load_pair
 
 CONFIG = tiny.config(vocab_size=128, layers=1)
 
@@ -63,7 +63,7 @@ def test_pair_named_as_on_the_hub(tmp_path, hub):
   shutil.copy(vocabulary, folder / "spiece.model")
   hub(folder, "google/tiny-t5")
   pair = load_pair(*["google/tiny-t5"] * 3)
-  assert (pair.target_name, pair.draft_name) == ("tiny-t5", "tiny-t5")
+  assert (pair.target.name, pair.draft.name) == ("tiny-t5", "tiny-t5")
   assert len(pair.vocabulary) == config.vocab_size
   for name in ("google/other-t5", "google/tiny_t5"):
     assert_rejected(name, name, "was not downloaded from the Hugging Face Hub")
@@ -268,13 +268,16 @@ def test_models_in_memory_equal_their_checkpoints(t5_and_words):
     want = load_pair(str(folder), str(folder), words.path)
     for model in ((fields, state), (stored.config, params)):
       pair = load_pair(model, model, words.path)
-      jax.tree.map(np.testing.assert_array_equal, pair.target_params, want.target_params)
-      jax.tree.map(np.testing.assert_array_equal, pair.draft_params, want.draft_params)
-      assert pair.target_path is None and "in memory" in pair.target_name
+      jax.tree.map(np.testing.assert_array_equal, pair.target.params, want.target.params)
+      jax.tree.map(np.testing.assert_array_equal, pair.draft.params, want.draft.params)
+      assert pair.target.path is None and "in memory" in pair.target.name
       if model[0] is fields:
-        assert (pair.generation, pair.tasks) == (want.generation, want.tasks)
-  assert want.generation == {"no_repeat_ngram_size": 2}
-  assert want.tasks["summarization"] == {"prefix": "sum: ", "min_length": 3}
+        assert (pair.target.generation, pair.target.tasks) == (
+          want.target.generation,
+          want.target.tasks,
+        )
+  assert want.target.generation == {"no_repeat_ngram_size": 2}
+  assert want.target.tasks["summarization"] == {"prefix": "sum: ", "min_length": 3}
   with pytest.raises(InputError, match="give its vocabulary too"):
     load_pair((fields, state))
   with pytest.raises(InputError, match="model_type in the dict in memory/config.json is 'bert'"):
