@@ -21,7 +21,7 @@ RULES = [
   ("core|theory", r"specdec_jax\.(?!core|errors).*", "core.decode -> specdec_jax.models"),
   (
     "models|beams",
-    r"specdec_jax\.(?!core|errors|atomic_files|models|beams).*",
+    r"specdec_jax\.(?!core|errors|models|beams).*",
     "models.t5 -> specdec_jax.drafts.model.ModelDraft",
   ),
   (

@@ -22,8 +22,8 @@ from matplotlib.patches import Patch, Rectangle
 
 from experiments.paper.paper import PaperRow, load_table
 from specdec_jax import theory
-from specdec_jax.atomic_files import atomic_write
 from specdec_jax.commands.translate import decode_lines
+from specdec_jax.core.atomic_files import atomic_write
 from specdec_jax.core.loading import DecodeSettings
 from specdec_jax.core.sampling import Sampling
 from specdec_jax.core.trees import chain

@@ -19,8 +19,8 @@ import numpy as np
 from rich.console import Console
 
 from specdec_jax import batching
-from specdec_jax.atomic_files import atomic_write
 from specdec_jax.beams import BeamSearcher
+from specdec_jax.core.atomic_files import atomic_write
 from specdec_jax.core.counts import require_finite
 from specdec_jax.core.decode import Decoder
 from specdec_jax.core.generation_config import GenerationConfig

@@ -9,7 +9,7 @@ import pathlib
 from collections.abc import Sequence
 from typing import Any, Literal
 
-from specdec_jax.atomic_files import atomic_write
+from specdec_jax.core.atomic_files import atomic_write
 from specdec_jax.errors import InputError, require_count
 
 _HAS_SEQIO = importlib.util.find_spec("seqio") is not None

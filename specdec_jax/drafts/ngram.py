@@ -13,8 +13,8 @@ import numpy as np
 from jax import Array, lax
 from jaxtyping import Float, Int, Key
 
-from specdec_jax.atomic_files import atomic_write
 from specdec_jax.core.arrays import split_rows
+from specdec_jax.core.atomic_files import atomic_write
 from specdec_jax.core.sampling import Sampling, sample_logits
 from specdec_jax.core.trees import AnyTree, require_chain
 from specdec_jax.core.types import Context, Draft, DraftSpec, Loaded, Proposal

@@ -21,8 +21,8 @@ import numpy as np
 from jax import Array, lax
 from jaxtyping import Bool, Int, Key
 
-from specdec_jax.atomic_files import atomic_write
 from specdec_jax.core.arrays import gather, gather_token
+from specdec_jax.core.atomic_files import atomic_write
 from specdec_jax.core.sampling import Sampling
 from specdec_jax.core.trees import AnyTree, DynamicTree, Tree
 from specdec_jax.core.types import Context, Draft, DraftSpec, Loaded, Proposal

@@ -25,7 +25,7 @@ import numpy as np
 from jax import Array
 
 from specdec_jax import __version__, theory
-from specdec_jax.atomic_files import atomic_write
+from specdec_jax.core.atomic_files import atomic_write
 from specdec_jax.core.counts import acceptance_rate, num_tokens, require_finite
 from specdec_jax.core.decode import Decoder
 from specdec_jax.core.loading import DecodeSettings
