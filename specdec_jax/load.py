@@ -157,7 +157,7 @@ def load_pair(
   else:
     opened = _open(draft)
     if isinstance(opened.config, SpeculatorConfig):
-      drafted = speculator(loaded, draft)
+      drafted = speculator(loaded, opened.path)
     else:
       drafting, draft_params = load_model(
         "draft",
@@ -231,14 +231,13 @@ def checkpoint_draft(
     file = hub.resolve(vocabulary, hub.VOCABULARY)
     words = open_vocabulary_of_model(file, opened.config.vocab_size, tokens=model_tokens(opened))
   tokens = output_tokens and output_tokens(words)
-  drafting: Model
   drafting, params = load_model(
     "draft", opened, words, _of_device(dtype), kernels, weights, output_tokens=tokens
   )
-  config = config_of(drafting)
+  config = drafting.config
   name = draft_name(checkpoint_name(model), config)
   if vocabulary is not None:
-    own = config_of(target.model)
+    own = _require_config(target)
     if _prompt_format(config) != _prompt_format(own):
       raise InputError(
         f"The draft in {model} has another vocabulary and another format of prompts than the "

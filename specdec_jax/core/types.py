@@ -17,7 +17,6 @@ never fields.
 
 import abc
 import dataclasses
-import types
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
@@ -409,8 +408,8 @@ class Loaded:
   params: Any
   vocabulary: Any
   path: str | None = None
-  generation: Mapping[str, Any] = types.MappingProxyType({})
-  tasks: Mapping[str, Mapping[str, Any]] = types.MappingProxyType({})
+  generation: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+  tasks: Mapping[str, Mapping[str, Any]] = dataclasses.field(default_factory=dict)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

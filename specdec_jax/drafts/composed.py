@@ -143,7 +143,7 @@ def tree_draft(
     return factory.build(sampling, shape(tree.depth))
 
   size = f"tree of {num_guesses}" if num_guesses else f"tree {'x'.join(map(str, widths))}"
-  return factory._replace(name=f"{factory.name}, {size}", build=build, path=None)
+  return dataclasses.replace(factory, name=f"{factory.name}, {size}", build=build, path=None)
 
 
 def stopping_draft(
@@ -169,7 +169,7 @@ def stopping_draft(
   rule = f"stops below {threshold:g}"
   if goal is not None:
     rule = f"stops for a rate of {goal:g}"
-  return model._replace(name=f"{model.name} ({rule})", build=build, path=None)
+  return dataclasses.replace(model, name=f"{model.name} ({rule})", build=build, path=None)
 
 
 def stop_at_miss_draft(target: Loaded, draft: LoadsDraft) -> DraftSpec:
@@ -186,7 +186,9 @@ def stop_at_miss_draft(target: Loaded, draft: LoadsDraft) -> DraftSpec:
   def build(sampling: Sampling, tree: AnyTree) -> StopAtMissDraft:
     return StopAtMissDraft(factory.build(sampling, tree))
 
-  return factory._replace(name=f"{factory.name}, as far as known", build=build, path=None)
+  return dataclasses.replace(
+    factory, name=f"{factory.name}, as far as known", build=build, path=None
+  )
 
 
 def recycling_draft(
@@ -209,7 +211,7 @@ def recycling_draft(
     count = rest if num_recycled is None else min(num_recycled, rest)
     return RecyclingDraft(factory.build(sampling, tree), count, len(target.vocabulary))
 
-  return factory._replace(name=f"{factory.name}, recycled", build=build, path=None)
+  return dataclasses.replace(factory, name=f"{factory.name}, recycled", build=build, path=None)
 
 
 def _joined(
@@ -221,7 +223,7 @@ def _joined(
     InputError: a draft reads outputs of layers of the target.
   """
   for factory in factories:
-    if factory.feature_layers:
+    if factory.features:
       raise InputError(
         f"{factory.name} reads the outputs of several layers of the target and cannot be joined "
         "with another draft."
@@ -262,4 +264,4 @@ def draft_sampling(
     for name, value in given.items()
   )
   name = f"{factory.name} ({words})" if words else factory.name
-  return factory._replace(name=name, build=build, path=None)
+  return dataclasses.replace(factory, name=name, build=build, path=None)

@@ -312,7 +312,7 @@ class Record(Setting, Outputs, Timings, Quality, Provenance):
   @property
   def draft_label(self) -> str:
     """Path of the draft's checkpoint (without BUNDLED), or its name if no path is recorded."""
-    return self.draft if self.draft.path is None else self.draft_path.removeprefix(BUNDLED)
+    return self.draft if self.draft_path is None else self.draft_path.removeprefix(BUNDLED)
 
   @property
   def subject(self) -> str:

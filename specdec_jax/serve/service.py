@@ -8,8 +8,8 @@ import jax.numpy as jnp
 
 from specdec_jax.core.decode import Decoder
 from specdec_jax.core.generation_config import GenerationConfig
+from specdec_jax.core.trees import Tree, chain
 from specdec_jax.generate import GenerateCall, generation_config
-from specdec_jax.measure.calibrate import given_tree
 from specdec_jax.pair import Pair
 from specdec_jax.serve.engine import Engine, Limits
 from specdec_jax.serve.metrics import Metrics
@@ -53,7 +53,7 @@ class Service:
     """
     self.pair, self.limits, self.prefix = pair, limits, prefix
     self.name = name or pair.target.name
-    self._tree = given_tree(gamma, tree)
+    self._tree = Tree(tree) if tree is not None else chain(gamma)
     config, _ = generation_config(pair, None, {"num_beams": 1})
     prompt = jnp.zeros((limits.num_slots, pair.max_source_tokens), jnp.int32)
     init = functools.partial(self.call(config).decoder().init, max_new_tokens=limits.max_new_tokens)
