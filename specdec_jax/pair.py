@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -205,7 +206,9 @@ class Pair:
     return functools.partial(decoder.run, self.params)
 
   def processors(self, generation: GenerationConfig) -> Processors:
-    """Return the logits processors of `generation` for this pair.
+    """Return the logits processors of a command's `generation`.
+
+    Commands do not apply the generation settings of the checkpoint; a warning names them.
 
     Raises:
       InputError: `generation` has settings other than those of logits processors.
@@ -218,8 +221,15 @@ class Pair:
         f"generation has {', '.join(others)}, which a command does not take from it; give settings "
         "of logits processors there, and the others as settings of the command."
       )
-    words = self.vocabulary
-    return generation.processors(self.target.model.vocab_size, (words.eos_id,), words.pad_id)
+    if self.target.generation:
+      stated = ", ".join(f"{k} {v!r:.60}" for k, v in self.target.generation.items())
+      warnings.warn(
+        f"{self.target.path or self.target.name} sets {stated}, which Pair.generate applies and "
+        "commands do not; outputs may differ from those of transformers.",
+        stacklevel=2,
+      )
+    model, words = self.target.model, self.vocabulary
+    return generation.processors(model.vocab_size, (words.eos_id,), words.pad_id)
 
   def beam_searcher(
     self,

@@ -18,6 +18,7 @@ from safetensors.numpy import load_file, save_file
 from test_checkpoints_formats import assert_rejected, hf_tensors, params, write_hf
 
 from specdec_jax.checkpoints.load import load_params, open_checkpoint
+from specdec_jax.core.generation_config import GenerationConfig
 from specdec_jax.data.vocabularies import open_vocabulary
 from specdec_jax.errors import InputError
 from specdec_jax.load import load_pair
@@ -193,19 +194,20 @@ def t5_and_words(tmp_path):
     (dict(min_new_tokens=3, encoder_no_repeat_ngram_size=2), "encoder_no_repeat_ngram_size 2, min"),
   ],
 )
-def test_ignored_generation_settings_are_named_once(t5_and_words, stated, named):
+def test_commands_name_the_generation_settings_that_they_do_not_apply(t5_and_words, stated, named):
   folder, words = t5_and_words
   change(folder, task_specific_params={"summarization": {"num_beams": 4}})
   for file in ("config.json", "generation_config.json"):  # the second overrides the first
     change(folder, file, **stated)
     with warnings.catch_warnings(record=True) as caught:
       warnings.simplefilter("always")
-      load_pair(str(folder), str(folder), words.path)
+      pair = load_pair(str(folder), str(folder), words.path)
+      assert not caught
+      pair.processors(GenerationConfig())
     said = [str(warning.message) for warning in caught]
     assert len(said) == (named is not None)
     if named:
-      assert said[0].startswith(f"{folder}/{file} sets {named}")
-      assert "and so does Pair.generate; the commands of specdec do not" in said[0]
+      assert said[0].startswith(f"{folder} sets {named}")
 
 
 def test_list_of_eos_ids(t5_and_words):
@@ -221,8 +223,7 @@ def test_list_of_eos_ids(t5_and_words):
       change(folder, "generation_config.json", eos_token_id=eos_ids)
       assert load().vocabulary.eos_id == 1
   change(folder, "generation_config.json", eos_token_id=[1, 5])
-  with pytest.warns(UserWarning, match=r"sets eos_token_id \[1, 5\]\. "):
-    load()
+  assert load().target.generation == {"eos_token_id": [1, 5]}
   change(folder, "generation_config.json", eos_token_id=[5, 7])
   with pytest.raises(InputError, match="ends a text with token 5 or 7 but .* with 1;"):
     load()

@@ -1,5 +1,7 @@
 """Test drafts that are composed of other drafts."""
 
+import dataclasses
+
 import jax
 import numpy as np
 import pytest
@@ -63,12 +65,13 @@ def test_draft_sampling_overrides_the_sampling_of_the_draft():
 )
 def test_invalid_composition_is_rejected(make, sentence):
   with pytest.raises(InputError, match=sentence):
-    make(tiny_pair.pair().target.model).build(RANDOM, chain(2))
+    make(tiny_pair.pair().target).build(RANDOM, chain(2))
 
 
 def test_draft_that_stops_early_requires_token_verification():
   pair = tiny_pair.pair()
-  pair = pair.with_draft(stopping_draft(pair.target, near, 0.5))._replace(verifier=BlockVerifier)
+  pair = dataclasses.replace(pair, verifier=BlockVerifier)
+  pair = pair.with_draft(stopping_draft(pair.target, near, 0.5))
   with pytest.raises(InputError, match=r"near \(stops below 0.5\) stops early"):
     pair.decoder(RANDOM, chain(2))
 

@@ -150,10 +150,10 @@ def test_checkpoints_of_t5x_and_orbax(tmp_path, path):
       checkpointer.save(tmp_path / path, {"params": params})
   for role in ("target", "draft"):
     pair = load(**{role: path}, folder=tmp_path, kernels="xla")
-    assert getattr(pair, f"{role}_name") == "t5_tiny"
+    assert getattr(pair, role).name == "t5_tiny"
     config = dataclasses.replace(rows, vocab_size=72, padded_vocab_size=128)
     want = for_decoding(config, params)[1]
-    jax.tree.map(np.testing.assert_array_equal, getattr(pair, f"{role}_params"), want)
+    jax.tree.map(np.testing.assert_array_equal, getattr(pair, role).params, want)
     assert pair.target.model.vocab_size == 72
 
 

@@ -18,13 +18,11 @@ import tiny
 import tiny_pair
 
 from specdec_jax import run as command
-from specdec_jax.core.types import DraftSpec
 from specdec_jax.data.sentence_pieces import EOS_ID
 from specdec_jax.data.text import read_lines
 from specdec_jax.data.vocabularies import open_vocabulary
 from specdec_jax.data.vocabulary import PAD_ID
 from specdec_jax.errors import InputError
-from specdec_jax.pair import Pair
 
 pytestmark = [
   pytest.mark.slow,
@@ -95,8 +93,8 @@ def encoder_inputs(task, length):
 def prompt(tasks, texts, length):
   """Return the tokens [B, S] of texts that a pair passes to its models."""
   file = tasks.T5_VOCABULARY.sentencepiece_model_file
-  target = tiny.loaded(open_vocabulary(file, extra_ids=100))
-  pair = Pair(target, DraftSpec("none", None), max_source_tokens=length)
+  pair = tiny_pair.pair(max_source_tokens=length)
+  pair = pair.with_target(vocabulary=open_vocabulary(file, extra_ids=100))
   return np.asarray(pair.prompt(texts, width=length))
 
 

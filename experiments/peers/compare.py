@@ -248,7 +248,7 @@ def _target(one: Record | Pair) -> _Target:
 
 
 def _precision(one: Record | Pair) -> _Precision:
-  return _target(one), one.draft if isinstance(one, Record) else one.draft_name
+  return _target(one), one.draft if isinstance(one, Record) else one.draft.name
 
 
 def _baseline_key(setting: Record) -> _DecoderKey:

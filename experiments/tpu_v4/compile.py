@@ -246,7 +246,7 @@ class _PairOnSite:
     self.target_params = site.params(target, RULES)
     self.draft_params = site.params(draft, settings.draft_rules)
     if isinstance(draft, SpeculatorConfig):
-      loaded = Loaded(model_of(target), self.target_params, vocabulary=None)
+      loaded = Loaded("target", model_of(target), self.target_params, vocabulary=None)
       factory = head_factory(draft.kind, draft, self.draft_params, loaded)
       unsharded, self.draft_params = factory.build(settings.sampling, self.tree), factory.params
     else:
