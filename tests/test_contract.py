@@ -38,7 +38,7 @@ from specdec_jax.drafts.cascade import CascadeDraft
 from specdec_jax.drafts.dynamic import DynamicDraft
 from specdec_jax.drafts.fallback import prompt_lookup_or_ngrams
 from specdec_jax.drafts.forest import ForestDraft
-from specdec_jax.drafts.heads import SpeculatorConfig
+from specdec_jax.drafts.heads import new_head
 from specdec_jax.drafts.hierarchical import HierarchicalDraft
 from specdec_jax.drafts.layer_skip import layer_skip
 from specdec_jax.drafts.lookahead import lookahead
@@ -250,19 +250,12 @@ def learned(kind: str, layers: tuple[int, ...] | None = None):
   """Return a learned head with random parameters."""
 
   def draft(models: Models, sampling: Sampling, tree: Tree):
-    shape = models.target.config
-    width = shape.emb_dim * max(1, len(models.target.feature_layers))
-    sizes = dict(state_dim=width, emb_dim=8, mlp_dim=16, num_decoder_layers=1, rank=4)
-    heads = dict(
-      num_heads=shape.num_heads,
-      num_kv_heads=shape.num_kv_heads,
-      head_dim=shape.head_dim,
-      has_encoder=shape.has_encoder,
-    )
-    config = SpeculatorConfig(kind=kind, vocab_size=V, gamma=4, layers=layers, **sizes, **heads)
-    own = tiny_pair.random_params(config, 1)
+    sizes = dict(emb_dim=8, mlp_dim=16, num_encoder_layers=1, num_decoder_layers=1, rank=4)
+    settings = dict(gamma=4, offsets=4, layers=layers)
+    head = new_head(models.target.config, kind, **settings, **sizes)
+    own = tiny_pair.random_params(head, 1)
     made = speculators.head_factory(
-      kind, config, own, tiny.loaded(None, models.target, models.params)
+      kind, head, own, tiny.loaded(None, models.target, models.params)
     )
     return made.build(sampling, tree), made.params
 

@@ -101,8 +101,8 @@ def test_dynamic_tree_has_the_attributes_of_static_trees():
   parents = jnp.array([[*tree.parents] for tree in trees])
   dynamic = DynamicTree(6, 6, parents)
   for row, tree in enumerate(trees):
-    np.testing.assert_array_equal(dynamic.ancestors[row], tree.ancestors)
-    np.testing.assert_array_equal(dynamic.depths[row], tree.depths)
+    np.testing.assert_array_equal(dynamic.row_ancestors[row], tree.ancestors)
+    np.testing.assert_array_equal(dynamic.row_depths[row], tree.depths)
   for node in range(7):
     paths = path_to(dynamic, jnp.full(3, node))
     for path, tree in zip(paths, trees):

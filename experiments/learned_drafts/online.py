@@ -301,7 +301,7 @@ class OnlineDraft(WrappedDraft):
 
   def __post_init__(self):
     require_chain("a draft that learns", self.draft.tree)
-    if self.draft.head.config.kernels != "xla":
+    if self.draft.head.kernels != "xla":
       raise InputError(
         "A draft that learns needs kernels='xla', since `kernels.skinny` has no gradient."
       )
@@ -312,7 +312,7 @@ class OnlineDraft(WrappedDraft):
 
   def init(self, params: Any, context: Context, hidden: Array) -> OnlineState:
     learned, _ = params
-    source = source_of(self.draft.head.config, context)
+    source = source_of(self.draft.head, context)
     return OnlineState(learned, source, context.hidden, context.last_token)
 
   def propose(

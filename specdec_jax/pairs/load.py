@@ -27,7 +27,7 @@ from specdec_jax.data.vocabularies import (
 )
 from specdec_jax.data.vocabulary import ModelTokens, Vocabulary
 from specdec_jax.drafts.dynamic import model_draft
-from specdec_jax.drafts.heads import SpeculatorConfig
+from specdec_jax.drafts.heads import DraftHead
 from specdec_jax.drafts.other_vocabulary import OtherVocabularyModel, other_vocabulary_params
 from specdec_jax.errors import InputError, require_count
 from specdec_jax.models.config import GPTConfig, named_dtype
@@ -143,7 +143,7 @@ def load_pair(
     opened = _open(draft)
     draft_is_path = isinstance(draft, str)
     draft = draft if draft_is_path else opened.path
-    if isinstance(opened.config, SpeculatorConfig):
+    if isinstance(opened.config, DraftHead):
       draft = functools.partial(speculator, path=draft)
   if callable(draft):
     drafter = draft(LoadedTarget(model_of(config), target_params, words))
@@ -392,7 +392,7 @@ def load_for(
       ", unless `vocabulary` of checkpoint_draft is the draft's own "
       "(gin/drafts/other_vocabulary.gin)"
     )
-  if isinstance(checkpoint.config, SpeculatorConfig):
+  if isinstance(checkpoint.config, DraftHead):
     raise InputError(
       f"{path} is no model by itself but lives on the states of a target; give it as the draft "
       "of a pair."

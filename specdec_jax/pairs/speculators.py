@@ -13,7 +13,7 @@ from specdec_jax.core.loading import DraftFactory, LoadedTarget
 from specdec_jax.core.sampling import Sampling
 from specdec_jax.core.trees import AnyTree
 from specdec_jax.core.types import Draft, Model
-from specdec_jax.drafts.heads import SpeculatorConfig, head_of, speculator_config
+from specdec_jax.drafts.heads import AnyConfig, DraftHead, new_head
 from specdec_jax.errors import InputError
 from specdec_jax.models.families import Config
 from specdec_jax.models.simulated import unwrapped
@@ -38,61 +38,58 @@ def speculator(
       different vocabulary or for a target with a different shape.
   """
   checkpoint = open_folder(path)
-  config = checkpoint.config
-  if not isinstance(config, SpeculatorConfig):
+  head = checkpoint.config
+  if not isinstance(head, DraftHead):
     raise InputError(f"{path} is a model by itself, and no part of a target; give it as the draft.")
   if checkpoint.vocabulary not in (None, target.vocabulary.fingerprint()):
     raise InputError(
       f"The draft in {path} was trained with another vocabulary than {target.vocabulary.path}."
     )
-  config = _with_layout(config, config_of(target.model))
-  weights = weights or ("int8" if config.weights == "int8" else "stored")
+  head = _with_layout(head, config_of(target.model))
+  weights = weights or ("int8" if head.weights == "int8" else "stored")
   tokens = output_tokens and output_tokens(target.vocabulary)
-  config = dataclasses.replace(
-    config,
+  head = dataclasses.replace(
+    head,
     weights="int8" if weights == "int8" else "float",
     num_output_tokens=None if tokens is None else len(tokens),
   )
   params = checkpoint.load(
-    config,
+    head,
     stored_weights=weights == "stored",
     other_arrays=target.params,
     output_tokens=tokens,
   )
-  factory = head_factory(draft_name(checkpoint_name(path), config), config, params, target)
+  factory = head_factory(draft_name(checkpoint_name(path), head), head, params, target)
   return factory._replace(path=recorded_path(path))
 
 
 def random_speculator(
-  target: LoadedTarget, config: Callable[[Config], SpeculatorConfig] = speculator_config
+  target: LoadedTarget, head: Callable[[Config], DraftHead] = new_head
 ) -> DraftFactory:
   """Return a draft head with random weights for `random_pair`; it is as fast as a trained one.
 
   Args:
     target: target of the pair.
-    config: function from the configuration of the target to the configuration of the head.
+    head: function from the configuration of the target to the head.
   """
-  head_config = config(config_of(target.model))
-  params = head_of(head_config).init(jax.random.key(0))
-  params = jax.tree.map(lambda x: x.astype(head_config.dtype), params)
-  return head_factory(f"random {head_config.kind}", head_config, params, target)
+  new = head(config_of(target.model))
+  params = jax.tree.map(lambda x: x.astype(new.dtype), new.init(jax.random.key(0)))
+  return head_factory(f"random {new.kind}", new, params, target)
 
 
-def head_factory(
-  name: str, config: SpeculatorConfig, params: Any, target: LoadedTarget
-) -> DraftFactory:
+def head_factory(name: str, head: DraftHead, params: Any, target: LoadedTarget) -> DraftFactory:
   """Return the draft factory of a draft head for a target.
 
   Args:
     name: name of the draft in records.
-    config: configuration of the head.
+    head: the draft head.
     params: parameters of the head.
     target: target of the pair.
 
   Raises:
     InputError: the head is for a target with a different shape.
   """
-  head, target_config = head_of(config), config_of(target.model)
+  target_config = config_of(target.model)
   head.require_target(target_config)
 
   def build(sampling: Sampling, tree: AnyTree) -> Draft:
@@ -102,7 +99,7 @@ def head_factory(
   return DraftFactory(name, build, params, feature_layers=head.feature_layers)
 
 
-def draft_name(name: str, config: Config | SpeculatorConfig) -> str:
+def draft_name(name: str, config: AnyConfig) -> str:
   """Return the name of a draft for records, with its number of output tokens and int8 weights."""
   tokens = [f"{config.num_output_tokens} tokens"] if config.num_output_tokens else []
   return ", ".join([name, *tokens, *(["int8"] if config.weights == "int8" else [])])
@@ -121,7 +118,7 @@ def config_of(target: Model) -> Config:
   return config
 
 
-def _with_layout(config: SpeculatorConfig, target: Config) -> SpeculatorConfig:
-  """Return the configuration of a draft head with dtype, kernels and layout of its target."""
+def _with_layout(head: DraftHead, target: Config) -> DraftHead:
+  """Return a draft head with dtype, kernels and layout of its target."""
   names = "dtype", "kernels", "fused", "weights"
-  return dataclasses.replace(config, **{name: getattr(target, name) for name in names})
+  return dataclasses.replace(head, **{name: getattr(target, name) for name in names})

@@ -35,7 +35,6 @@ from specdec_jax.drafts.heads.base import (
   DraftHead,
   DraftLogits,
   TargetOutputs,
-  decoder_config,
   gather_positions,
   require_depth,
   round_positions,
@@ -191,7 +190,7 @@ class DrafterDraft(LevelwiseDraft):
   processors: Processors = ()
 
   def __post_init__(self):
-    require_depth(self.head.config, self.tree.depth)
+    require_depth(self.head.gamma, self.tree.depth)
     super().__post_init__()
 
   def with_reread(self, num_tokens: int) -> "DrafterDraft":
@@ -202,8 +201,8 @@ class DrafterDraft(LevelwiseDraft):
 
   def init(self, params: Any, context: Context, hidden: Float[Array, "B C E"]) -> T5Cache:
     # The slots in `context` suffice for the proposed tree; there may be more placeholders.
-    num_slots = context.tokens.shape[1] + self.head.config.gamma
-    return T5Model(self.head.module.config).prefill(params, context.prompt, num_slots)[1]
+    num_slots = context.tokens.shape[1] + self.head.gamma
+    return T5Model(self.head.t5).prefill(params, context.prompt, num_slots)[1]
 
   def propose(
     self, params: Any, state: T5Cache, context: Context, rng: Key[Array, " B"]
@@ -228,23 +227,32 @@ class DrafterDraft(LevelwiseDraft):
     return self.propose_levels(step, jnp.zeros((len(tokens), 1, 0)), context, rng), state
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class DrafterHead(DraftHead):
-  """Learned draft head of Spec-Drafter, a T5 with placeholders (kind 'drafter')."""
+  """Learned draft head of Spec-Drafter, a T5 with placeholders.
 
+  It may have another number of attention heads than the target.
+
+  Attributes:
+    gamma: number of placeholders, and of consecutive draft tokens that the head is trained for.
+    num_encoder_layers: number of encoder layers.
+  """
+
+  kind: str = "drafter"
+  gamma: int = 8
+  num_encoder_layers: int = 4
   needs_encoder = True
 
   @property
   def module(self) -> DrafterT5:
-    return DrafterT5(decoder_config(self.config), gamma=self.config.gamma)
+    return DrafterT5(self.t5, gamma=self.gamma)
 
   def init(self, rng: Key[Array, ""]) -> Any:
     tokens = jnp.zeros((1, 1), jnp.int32)
     return self.module.init(rng, tokens, tokens, tokens, method="after_anchors")["params"]
 
   def draft(self, target: Config, sampling: Sampling, tree: AnyTree) -> DrafterDraft:
-    width = min(8, self.config.vocab_size)
-    return DrafterDraft(self, sampling, tree, width, reread=tree.depth + 1)
+    return DrafterDraft(self, sampling, tree, min(8, self.vocab_size), reread=tree.depth + 1)
 
   def training_logits(self, target: Config, stride: int) -> DraftLogits:
     """Return the function that computes the logits of the placeholders of each anchor.
@@ -263,10 +271,10 @@ class DrafterHead(DraftHead):
         return module.apply(variables, source, inputs, anchors, shown, method="after_anchors")
 
       if outputs.rng is None:
-        positions = round_positions(outputs.inputs, None, stride, self.config.gamma)
+        positions = round_positions(outputs.inputs, None, stride, self.gamma)
         return logits_of(None), positions
       anchors_rng, glancing_rng = jax.random.split(outputs.rng)
-      positions = round_positions(outputs.inputs, anchors_rng, stride, self.config.gamma)
+      positions = round_positions(outputs.inputs, anchors_rng, stride, self.gamma)
       targets = gather_positions(outputs.targets, positions, -1)
       is_wrong = logits_of(None).argmax(axis=-1) != targets
       first, last = GLANCING_RATIO

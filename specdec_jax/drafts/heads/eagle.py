@@ -3,6 +3,7 @@
 The first state is a projection of the target's hidden state. The head computes the later states.
 """
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any
 
@@ -51,8 +52,10 @@ class EagleModule(StatelessModule):
     return self.logits_dense(self.out_norm(x)), x
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class EagleHead(StatelessHead):
-  """Learned draft head of EAGLE (kind 'eagle')."""
+  """Learned draft head of EAGLE."""
 
+  kind: str = "eagle"
   uses_cross_attention = True
   module_class = EagleModule

@@ -4,6 +4,7 @@ Each future position has its own residual block. The target's output projection 
 the block into logits. A draft token does not depend on the draft tokens before it.
 """
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any
 
@@ -43,8 +44,10 @@ class MedusaModule(StatelessModule):
     return logits, jnp.zeros((*previous.shape, 0))
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class MedusaHead(StatelessHead):
-  """Learned draft heads of Medusa (kind 'heads')."""
+  """Learned draft heads of Medusa."""
 
+  kind: str = "heads"
   module_class = MedusaModule
   uses_target_logits = True

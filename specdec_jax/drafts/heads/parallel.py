@@ -5,6 +5,7 @@ width is the rank. A correction costs one rank x rank matmul and one rank x V ma
 vocabulary of V tokens.
 """
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any
 
@@ -20,6 +21,8 @@ from specdec_jax.models.layers import Dense, Embed, Logits, embedder, norm
 
 class ParallelModule(StatelessModule):
   """Layers over one embedding per position, and a low-rank recurrent correction of the logits."""
+
+  config: "ParallelHead"
 
   def setup(self):
     cfg = self.config
@@ -62,8 +65,15 @@ class ParallelModule(StatelessModule):
     return base[:, level, None] + self.correction(state), state
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class ParallelHead(StatelessHead):
-  """Learned draft head that computes all logits in one pass and corrects them (kind 'parallel')."""
+  """Learned draft head that computes all logits in one pass and corrects them.
 
+  Attributes:
+    rank: rank of the correction of the logits.
+  """
+
+  kind: str = "parallel"
+  rank: int = 64
   uses_cross_attention = True
   module_class = ParallelModule

@@ -22,7 +22,6 @@ from specdec_jax.core.types import Context, Draft, Proposal
 from specdec_jax.drafts.heads.base import (
   DraftHead,
   DraftLogits,
-  SpeculatorConfig,
   TargetOutputs,
   require_depth,
   target_cache,
@@ -37,7 +36,7 @@ class PaSSDraft(Draft):
   Parameters are (parameters of the head, parameters of the target).
 
   Attributes:
-    config: configuration of the head.
+    head: the draft head.
     target: configuration of the target.
     sampling: sampling method, which turns logits into q.
     tree: a chain.
@@ -48,7 +47,7 @@ class PaSSDraft(Draft):
     InputError: the tree is not a chain, or there are too few embeddings for its depth.
   """
 
-  config: SpeculatorConfig
+  head: "PassHead"
   target: Config
   sampling: Sampling
   tree: Tree
@@ -57,7 +56,7 @@ class PaSSDraft(Draft):
 
   def __post_init__(self):
     require_chain("a draft by look-ahead embeddings", self.tree)
-    require_depth(self.config, self.tree.depth)
+    require_depth(self.head.gamma, self.tree.depth)
 
   def with_processors(self, processors: Processors) -> "PaSSDraft":
     return dataclasses.replace(self, processors=processors)
@@ -68,7 +67,7 @@ class PaSSDraft(Draft):
     (head_params, target_params), gamma = params, self.tree.depth
     embedded = target_params["token_embedder"]["embedding"][context.last_token][:, None]
     ahead = jnp.broadcast_to(
-      head_params["embeddings"][: gamma - 1], (len(rng), gamma - 1, self.config.state_dim)
+      head_params["embeddings"][: gamma - 1], (len(rng), gamma - 1, self.head.state_dim)
     )
     block = jnp.concatenate([embedded, ahead], axis=1).astype(self.target.activations)
     module, cache = module_of(self.target), target_cache(context)
@@ -85,16 +84,26 @@ class PaSSDraft(Draft):
     return Proposal(jnp.stack(tokens, axis=1), jnp.stack(q, axis=1)), state
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class PassHead(DraftHead):
-  """Learned draft head of PaSS: gamma - 1 look-ahead embeddings of width E (kind 'pass')."""
+  """Learned draft head of PaSS: gamma - 1 look-ahead embeddings of width E.
+
+  Attributes:
+    gamma: maximum number of draft tokens, of which the first is the target's.
+  """
+
+  kind: str = "pass"
+  gamma: int = 8
+
+  @property
+  def training_slots(self) -> int:
+    return self.gamma
 
   def init(self, rng: Key[Array, ""]) -> Any:
-    config = self.config
-    return {"embeddings": jax.random.normal(rng, (config.gamma - 1, config.state_dim))}
+    return {"embeddings": jax.random.normal(rng, (self.gamma - 1, self.state_dim))}
 
   def draft(self, target: Config, sampling: Sampling, tree: AnyTree) -> PaSSDraft:
-    return PaSSDraft(self.config, target, sampling, self.require_static(tree))
+    return PaSSDraft(self, target, sampling, self.require_static(tree))
 
   def draft_params(self, target: Config, params: Any, target_params: Any) -> Any:
     return params, target_params
@@ -105,7 +114,7 @@ class PassHead(DraftHead):
     Each text has one anchor, for any `stride`. The logits at the anchor's own token are dropped,
     because they do not depend on the embeddings.
     """
-    target_module, model, gamma = module_of(target), model_of(target), self.config.gamma
+    target_module, model, gamma = module_of(target), model_of(target), self.gamma
 
     def draft_logits(
       params: Any, frozen: Any, outputs: TargetOutputs

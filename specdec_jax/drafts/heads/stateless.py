@@ -30,7 +30,6 @@ from specdec_jax.drafts.heads.base import (
   DraftHead,
   DraftLogits,
   Source,
-  SpeculatorConfig,
   TargetOutputs,
   gather_positions,
   require_depth,
@@ -45,11 +44,11 @@ class StatelessModule(nn.Module):
   """Flax module of a draft head without a cache.
 
   Attributes:
-    config: configuration of the head.
+    config: the draft head.
     any_depth: whether the module can propose more than `config.gamma` consecutive tokens.
   """
 
-  config: SpeculatorConfig
+  config: "StatelessHead"
   any_depth: ClassVar[bool] = False
 
   @abc.abstractmethod
@@ -113,7 +112,7 @@ class StatelessModule(nn.Module):
 class ResidualBlocks(nn.Module):
   """One residual block per future position, applied to a hidden state of the target."""
 
-  config: SpeculatorConfig
+  config: DraftHead
   num_positions: int = 1
 
   @nn.compact
@@ -129,7 +128,7 @@ class ResidualBlocks(nn.Module):
 class SourceLayer(nn.Module):
   """Layer with attention to the source, if there is one, and a feed-forward block."""
 
-  config: SpeculatorConfig
+  config: DraftHead
 
   @nn.compact
   def __call__(self, x: Float[Array, "B M d"], source: Source) -> Float[Array, "B M d"]:
@@ -238,7 +237,7 @@ class SpeculatorDraft(LevelwiseDraft):
 
   def __post_init__(self):
     if not self.head.module_class.any_depth:
-      require_depth(self.head.config, self.tree.depth)
+      require_depth(self.head.gamma, self.tree.depth)
     super().__post_init__()
 
   def with_processors(self, processors: Processors) -> "SpeculatorDraft":
@@ -247,7 +246,7 @@ class SpeculatorDraft(LevelwiseDraft):
   def propose(
     self, params: Any, state: Any, context: Context, rng: Key[Array, " B"]
   ) -> tuple[Proposal, Any]:
-    source = source_of(self.head.config, context)
+    source = source_of(self.head, context)
     module, variables = self.head.module, {"params": params[0]}
     plan, states = module.apply(
       variables,
@@ -276,17 +275,18 @@ class SpeculatorDraft(LevelwiseDraft):
     return project
 
 
-def source_of(config: SpeculatorConfig, context: Context) -> Source:
+def source_of(head: DraftHead, context: Context) -> Source:
   """Return keys, values and bias of the target's last cross-attention layer, or (None, None)."""
   cache = target_cache(context)
-  return (cache.cross[-1], cache.cross_bias) if config.has_encoder else (None, None)
+  return (cache.cross[-1], cache.cross_bias) if head.has_encoder else (None, None)
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class StatelessHead(DraftHead):
   """Draft head without a cache, defined by a Flax module.
 
   Attributes:
+    gamma: number of consecutive draft tokens that the head is trained for.
     module_class: class of the Flax module.
     uses_target_logits: whether the head computes its logits with the target's parameters.
   """
@@ -294,23 +294,23 @@ class StatelessHead(DraftHead):
   module_class: ClassVar[type[StatelessModule]]
   uses_target_logits: ClassVar[bool] = False
 
+  gamma: int = 8
+
   @property
   def module(self) -> StatelessModule:
-    return self.module_class(self.config)
+    return self.module_class(self)
 
   def init(self, rng: Key[Array, ""]) -> Any:
-    config = self.config
-    hidden, tokens = jnp.zeros((1, config.state_dim)), jnp.zeros((1, config.gamma), jnp.int32)
-    source = self.example_source() if config.has_encoder else (None, None)
+    hidden, tokens = jnp.zeros((1, self.state_dim)), jnp.zeros((1, self.gamma), jnp.int32)
+    source = self.example_source() if self.has_encoder else (None, None)
 
     def project(x: Float[Array, "*batch E"]) -> Float[Array, "*batch V"]:
-      return jnp.zeros((*x.shape[:-1], config.vocab_size))
+      return jnp.zeros((*x.shape[:-1], self.vocab_size))
 
     return self.module.init(rng, hidden, tokens, source, project)["params"]
 
   def draft(self, target: Config, sampling: Sampling, tree: AnyTree) -> SpeculatorDraft:
-    width = min(8, self.config.vocab_size)
-    return SpeculatorDraft(self, target, sampling, tree, width)
+    return SpeculatorDraft(self, target, sampling, tree, min(8, self.vocab_size))
 
   def draft_params(self, target: Config, params: Any, target_params: Any) -> Any:
     if not self.uses_target_logits:
@@ -323,12 +323,12 @@ class StatelessHead(DraftHead):
 
     The function gives the head the tokens of the text as if the head had drafted them.
     """
-    config, module, target_module = self.config, self.module, module_of(target)
+    module, target_module = self.module, module_of(target)
 
     def draft_logits(
       params: Any, frozen: Any, outputs: TargetOutputs
     ) -> tuple[Float[Array, "B A N V"], Int[Array, "B A N"]]:
-      positions = round_positions(outputs.inputs, outputs.rng, stride, config.gamma)
+      positions = round_positions(outputs.inputs, outputs.rng, stride, self.gamma)
 
       def repeat_for_anchors(x: Array) -> Array:
         return jnp.repeat(x, positions.shape[1], axis=0)
@@ -340,7 +340,7 @@ class StatelessHead(DraftHead):
         return target_module.apply({"params": frozen}, hidden, method="logits")
 
       source: tuple[Any, Any] = None, None
-      if config.has_encoder:
+      if self.has_encoder:
         cross = outputs.cache.cross[-1], outputs.cache.cross_bias
         source = jax.tree.map(repeat_for_anchors, cross)
       hidden = gather_positions(outputs.hidden, positions[..., :1])[:, :, 0]
