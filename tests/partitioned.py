@@ -154,8 +154,7 @@ def main(port: str = "", process: str = "") -> None:
   """
   runs = {("t5", 1): ("tree",), ("t5", 4): ("tree",), ("t5", 2): ()}
   runs |= {("gpt", 1): ("chain",), ("gpt", 4): ("chain",)}
-  runs |= {("t5gemma", 1): ("tree",), ("t5gemma", 4): (), ("t5gemma", 8): ("tree",)}
-  runs |= {("bart", 1): ("chain",), ("bart", 4): (), ("bart", 8): ("chain",)}
+  runs |= dict.fromkeys([("t5gemma", 4), ("t5gemma", 8), ("bart", 4), ("bart", 8)], ())
   if port:
     jax.distributed.initialize(f"127.0.0.1:{port}", 2, int(process))
     runs = {("t5", 4): ("tree",)}

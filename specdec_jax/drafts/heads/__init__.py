@@ -76,8 +76,8 @@ def new_head(target: TransformerConfig, kind: str = "parallel", **settings: Any)
   given = {n: x for n, x in settings.items() if n in fields[kind] and x is not None}
   if "num_heads" in given:
     given.setdefault("num_kv_heads", None)
-  shared = {name: getattr(target, name) for name in _OF_TARGET}
-  head = HEADS[kind](**{"kind": kind, "state_dim": target.emb_dim} | shared | given)
+  shared: dict[str, Any] = {name: getattr(target, name) for name in _OF_TARGET}
+  head = HEADS[kind](**{"kind": kind, "state_dim": target.emb_dim, **shared, **given})
   if features := head.feature_layers:
     head = dataclasses.replace(head, state_dim=target.emb_dim * len(features))
   head.require_target(target)

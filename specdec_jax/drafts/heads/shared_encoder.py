@@ -323,7 +323,7 @@ class SharedEncoderModel(T5Model):
   def extend(
     self,
     params: Any,
-    cache: SharedEncoderCache,
+    cache: Any,
     tokens: Int[Array, "B K"],
     tree: NodeLayout | None = None,
     first: Int[Array, ""] | int = 0,
@@ -397,6 +397,7 @@ def _with_conditioning(
   cache: SharedEncoderCache, new: Float[Array, "B M d"], slot: Int[Array, " B"]
 ) -> SharedEncoderCache:
   """Return the cache with conditioning vectors in the slots from `slot` on."""
+  assert cache.conditioning is not None
   written = write_slots(cache.conditioning[:, None], new[:, None], slot)[:, 0]
   return cache.replace(conditioning=written)
 
