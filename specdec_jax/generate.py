@@ -25,7 +25,7 @@ from specdec_jax.core.counts import require_finite
 from specdec_jax.core.decode import Decoder
 from specdec_jax.core.generation_config import DEFAULT_NEW_TOKENS, SETTINGS, GenerationConfig
 from specdec_jax.core.loading import DecodeSettings
-from specdec_jax.core.processors import ForcedPrefix, Processors
+from specdec_jax.core.processors import ForcedPrefix, LogitsProcessor, Processors
 from specdec_jax.core.sampling import row_keys
 from specdec_jax.core.trees import DynamicTree
 from specdec_jax.core.types import DecodeResult, Rounds
@@ -317,7 +317,7 @@ class Pair(pairs.LoadedPair):
     self.require_batch_size(batch_size)
     searcher = self.beam_searcher(beams, gamma, draft_beams, length_penalty, nodes)
     config = GenerationConfig(max_new_tokens=max_new_tokens)
-    return self._search_batches(searcher, texts, config, batch_size, None)
+    return self._search_batches(lambda: searcher, texts, config, batch_size, None)
 
   def _search(
     self,
@@ -345,18 +345,23 @@ class Pair(pairs.LoadedPair):
     penalty = config.length_penalty
     if penalty is None:
       penalty = 1.0 if scorer == "hf" else 0.6
-    searcher = dataclasses.replace(
-      self.beam_searcher(num_beams, 2 if gamma is None else gamma, length_penalty=penalty),
-      eos_id=eos_ids if len(eos_ids) > 1 else eos_ids[0],
-      scorer=scorer,
-      early_stopping=config.early_stopping or False,
-    ).with_processors(config.processors(self.target.vocab_size, eos_ids, self.vocabulary.pad_id))
+    of_config = config.processors(self.target.vocab_size, eos_ids, self.vocabulary.pad_id)
+
+    def searcher(*of_batch: LogitsProcessor) -> BeamSearcher:
+      steps, processors = 2 if gamma is None else gamma, (*of_config, *of_batch)
+      return dataclasses.replace(
+        self.beam_searcher(num_beams, steps, None, penalty, processors=processors),
+        eos_id=eos_ids if len(eos_ids) > 1 else eos_ids[0],
+        scorer=scorer,
+        early_stopping=config.early_stopping or False,
+      )
+
     found = self._search_batches(searcher, texts, config, batch_size, forced)
     return [output for outputs in found for output in outputs[:count]]
 
   def _search_batches(
     self,
-    searcher: BeamSearcher,
+    searcher: Callable[..., BeamSearcher],
     texts: Sequence[str],
     config: GenerationConfig,
     batch_size: int,
@@ -368,12 +373,11 @@ class Pair(pairs.LoadedPair):
     for start in range(0, len(texts), batch_size):
       batch = _Batch(self, config, texts, start, batch_size, forced)
       options: dict[str, Any] = dict(limit=batch.limits, max_new_tokens=batch.max_new_tokens)
-      batch_searcher = searcher
+      of_batch = [batch.forced_prefix] if forced else []
       if forced:
         options["num_forced"] = batch.num_forced
-        processors = (*searcher.processors, batch.forced_prefix)
-        batch_searcher = searcher.with_processors(processors)
-      result = jax.device_get(batch_searcher.run(self.params, batch.prompt, **options))
+      result = searcher(*of_batch).run(self.params, batch.prompt, **options)
+      result = jax.device_get(result)
       require_finite(result.best())
       for row in zip(result.tokens, result.lengths, result.scores.tolist(), strict=True):
         outputs = zip(*row, strict=True)

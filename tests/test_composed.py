@@ -28,8 +28,8 @@ def near(target) -> DraftFactory:
 
 
 def named(name: str):
-  """Return a draft factory whose `build` returns the arguments of the call."""
-  return lambda target: DraftFactory(name, lambda sampling, tree: (sampling, tree), name.upper())
+  """Return a draft factory whose `build` returns the sampling method and the tree of the call."""
+  return lambda target: DraftFactory(name, lambda *args: args[:2], name.upper())
 
 
 def test_cascade_divides_gamma_among_its_drafts():

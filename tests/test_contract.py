@@ -23,7 +23,7 @@ from specdec_jax.core.decode import Decoder, NullDraft
 from specdec_jax.core.loading import DraftFactory
 from specdec_jax.core.sampling import Sampling
 from specdec_jax.core.trees import DynamicTree, Tree, branching, chain
-from specdec_jax.core.types import Params
+from specdec_jax.core.types import DraftOptions, Params
 from specdec_jax.core.verify.blocks import BlockVerifier
 from specdec_jax.core.verify.k_seq import KSeqVerifier
 from specdec_jax.core.verify.lossy import TopBetaVerifier, TypicalVerifier
@@ -168,8 +168,15 @@ def other_vocabulary(models: Models, sampling: Sampling, tree: Tree):
   return ModelDraft(OtherVocabularyModel(T5Model(config), models.target), sampling, tree), params
 
 
+INDEPENDENT = DraftOptions(independent_siblings=True)
+
+
+def rereading(num_tokens: int) -> DraftOptions:
+  return DraftOptions(reread=num_tokens)
+
+
 def independent(models: Models, sampling: Sampling, tree: Tree):
-  return ModelDraft(models.draft, sampling, tree, independent=True), models.draft_params
+  return ModelDraft(models.draft, sampling, tree, INDEPENDENT), models.draft_params
 
 
 def drafted(make: Callable[..., DraftFactory], *settings: Any):
@@ -201,7 +208,7 @@ def bigrams(models: Models, sampling: Sampling, tree: Tree):
 
 def hierarchical(models: Models, sampling: Sampling, tree: Tree):
   """Hierarchical draft in which the target drafts for the draft model."""
-  inner = ModelDraft(models.target, sampling, chain(2))
+  inner = ModelDraft(models.target, sampling, chain(2), rereading(4))
   draft = HierarchicalDraft(models.draft, inner, sampling, tree)
   return draft, (models.draft_params, models.params)
 
@@ -209,8 +216,8 @@ def hierarchical(models: Models, sampling: Sampling, tree: Tree):
 def two_levels(models: Models, sampling: Sampling, tree: Tree):
   """Two-level hierarchical draft in which the target drafts at each level. All tokens are accepted,
   so the lower levels have the maximum number of tokens to reread."""
-  cheapest = ModelDraft(models.target, sampling, chain(1))
-  middle = HierarchicalDraft(models.target, cheapest, sampling, chain(2))
+  cheapest = ModelDraft(models.target, sampling, chain(1), rereading(6))
+  middle = HierarchicalDraft(models.target, cheapest, sampling, chain(2), rereading(4))
   draft = HierarchicalDraft(models.target, middle, sampling, tree)
   return draft, (models.params, (models.params, models.params))
 
@@ -239,8 +246,8 @@ def known(models: Models, sampling: Sampling, tree: Tree):
 def cascade(models: Models, sampling: Sampling, tree: Tree):
   """Cascade of one token of the target, two tokens of the draft model, and prompt lookup."""
   drafts = (
-    ModelDraft(models.target, sampling, chain(1)),
-    ModelDraft(models.draft, sampling, chain(2)),
+    ModelDraft(models.target, sampling, chain(1), rereading(5)),
+    ModelDraft(models.draft, sampling, chain(2), rereading(6)),
     PromptLookupDraft(V, chain(1), 2),
   )
   return CascadeDraft(drafts, V), (models.params, models.draft_params, ())
@@ -281,16 +288,16 @@ def dynamic_itself(models: Models, sampling: Sampling, tree: DynamicTree):
 def forest_draft(models: Models, sampling: Sampling, tree: Tree):
   """Forest of a chain of the draft model, a tree of the target, and prompt lookup."""
   drafts = (
-    ModelDraft(models.draft, sampling, chain(2)),
-    ModelDraft(models.target, sampling, branching(2, 1)),
+    ModelDraft(models.draft, sampling, chain(2), rereading(3)),
+    ModelDraft(models.target, sampling, branching(2, 1), rereading(3)),
     PromptLookupDraft(V, chain(2), 2),
   )
   return ForestDraft(drafts, V), (models.draft_params, models.params, ())
 
 
 def recycling(models: Models, sampling: Sampling, tree: Tree):
-  draft, params = near(models, sampling, tree)
-  return RecyclingDraft(draft, 2, V), params
+  draft = ModelDraft(models.target, sampling, tree, rereading(tree.depth + 1))
+  return RecyclingDraft(draft, 2, V), tiny.near(models.params, 5, 0.2)
 
 
 RAGGED = Tree((0, 0, 1, 1, 2, 4))

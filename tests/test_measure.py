@@ -466,7 +466,9 @@ def test_operations_equal_those_counted_by_hand(kernels):
 
 
 def test_draft_by_lookup_has_no_matmuls():
-  pair = pair_of(4, 1)._replace(draft=lambda sampling, tree: PromptLookupDraft(512, tree, 3))
+  pair = pair_of(4, 1)._replace(
+    draft=lambda sampling, tree, options=None: PromptLookupDraft(512, tree, 3)
+  )
   assert operations_ratio(pair, PROMPT, RANDOM) == 0
 
 

@@ -368,9 +368,10 @@ def test_draft_equal_to_the_target_is_always_accepted_with_processors():
 def test_hierarchical_draft_of_targets_is_always_accepted_with_processors():
   pair = Pair(*tiny_pair.pair("target"))
 
-  def targets(sampling, tree):
-    inner = ModelDraft(pair.target, sampling, chain(2))
-    return HierarchicalDraft(pair.target, inner, sampling, tree)
+  def targets(sampling, tree, options):
+    of_inner = dataclasses.replace(options, reread=4)
+    inner = ModelDraft(pair.target, sampling, chain(2), of_inner)
+    return HierarchicalDraft(pair.target, inner, sampling, tree, options)
 
   pair = pair._replace(draft=targets, draft_params=(pair.target_params, pair.draft_params))
   settings = dict(repetition_penalty=1.6, no_repeat_ngram_size=2, min_new_tokens=7, temperature=1.0)

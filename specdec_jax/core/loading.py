@@ -1,12 +1,11 @@
 """Types of loaded targets and drafts, and of the settings of decoding."""
 
 import dataclasses
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 from specdec_jax.core.sampling import Sampling
 from specdec_jax.core.trees import AnyTree
-from specdec_jax.core.types import Draft, Model
+from specdec_jax.core.types import Draft, DraftOptions, Model
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,12 +41,21 @@ class LoadedTarget(NamedTuple):
   vocabulary: Any
 
 
+class BuildDraft(Protocol):
+  """Function that returns a draft for a sampling method and a tree."""
+
+  def __call__(
+    self, sampling: Sampling, tree: AnyTree, options: DraftOptions = DraftOptions()
+  ) -> Draft: ...
+
+
 class DraftFactory(NamedTuple):
   """Draft that is loaded but not yet built for a sampling method and a tree.
 
   Attributes:
     name: name of the draft in records.
-    build: function of (sampling, tree) that returns the draft.
+    build: function of (sampling, tree, options) that returns the draft; it has a default for
+      `options`.
     params: parameters of the draft.
     path: path of the draft's checkpoint, for records; None if it has no checkpoint or several.
     feature_layers: decoder layers of the target whose outputs the draft reads as the target's
@@ -55,7 +63,7 @@ class DraftFactory(NamedTuple):
   """
 
   name: str
-  build: Callable[[Sampling, AnyTree], Draft]
+  build: BuildDraft
   params: Any = ()
   path: str | None = None
   feature_layers: tuple[int, ...] = ()

@@ -59,6 +59,9 @@ class Tree:
   Attributes:
     parents: for each draft token, the node that it follows: node i + 1 follows parents[i]. For a
       chain they are stored as a range.
+    verify_lengths: for a chain that may end early (-1 is a token that was not proposed), the
+      lengths for which a target forward pass is compiled, ascending, with gamma last. Empty for a
+      tree that is always proposed as a whole.
 
   Raises:
     InputError: parents are not integers, a parent does not come before its child, or nodes are not
@@ -66,6 +69,7 @@ class Tree:
   """
 
   parents: Sequence[int] = ()
+  verify_lengths: tuple[int, ...] = ()
 
   def __post_init__(self):
     if isinstance(self.parents, range) and self.parents == range(len(self.parents)):
@@ -204,6 +208,7 @@ class DynamicTree:
   parents: Any = None
 
   is_chain = False
+  verify_lengths = ()
 
   def __post_init__(self):
     require_count("num_guesses", self.num_guesses, 0)

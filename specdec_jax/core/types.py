@@ -16,6 +16,7 @@ never fields.
 """
 
 import abc
+import dataclasses
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
@@ -130,6 +131,7 @@ class Context(NamedTuple):
       one is predicted; 0 if only one is committed, as before the first round of an encoder-decoder.
     prompt_length: number of tokens before the first generated one, including forced tokens.
     limit: maximum length of each row. Logits processors use it and `prompt_length`.
+    rng: key of each row, from which `core.sampling.position_keys` derives those of its positions.
   """
 
   prompt: Int[Array, "B P"]
@@ -139,6 +141,7 @@ class Context(NamedTuple):
   hidden: Float[Array, "B E"]
   prompt_length: Int[Array, " B"] | None = None
   limit: Int[Array, " B"] | None = None
+  rng: Key[Array, " B"] | None = None
 
   @property
   def last_token(self) -> Int[Array, " B"]:
@@ -201,27 +204,40 @@ class Outcome(NamedTuple):
   length: Int[Array, " B"]
 
 
+@dataclasses.dataclass(frozen=True)
+class DraftOptions(Settings):
+  """Options that the builder of a draft is given; a draft ignores those that it cannot apply.
+
+  Attributes:
+    processors: logits processors of the target. A draft that has logits applies them to its own.
+      The tokens of other drafts are verified against the processed p.
+    coupled: whether a draft that samples shares the noise of the target's samples
+      (`core.verify.gumbel`).
+    independent_siblings: whether siblings are sampled independently, with replacement (SpecInfer,
+      SpecTr), instead of without replacement.
+    reread: number of committed tokens, the last one included, that a draft with a cache processes
+      at the start of a round. 2 suffices unless rounds commit tokens of other drafts.
+  """
+
+  processors: Processors = ()
+  coupled: bool = False
+  independent_siblings: bool = False
+  reread: int = 2
+
+
 class Draft(Settings, abc.ABC):
   """Approximation model M_q (Section 3.6), which proposes a tree of tokens, each with its q.
 
   Attributes:
     tree: tree of the proposals. A dynamic tree has only a number of tokens and a depth here.
-    verify_lengths: for chains that may end early (-1 is a token that was not proposed), the lengths
-      for which a target forward pass is compiled, ascending, with gamma last. Empty for other
-      proposals.
     depends_on_outcomes: whether proposals depend on outcomes of earlier rounds, not only on the
       text. If they do, the acceptance rate on a given text is undefined.
-    uses_position_keys: whether `rng` of `propose` has the verifier's key for each token position,
-      [B, D + 1], instead of one key per row.
-    reads_target_cache: whether proposals need a target cache that holds the text in order. The
-      cache of a beam search does not.
+    independent_siblings: whether siblings are sampled independently, with replacement.
   """
 
   tree: AnyTree
-  verify_lengths: tuple[int, ...] = ()
   depends_on_outcomes: bool = False
-  uses_position_keys: bool = False
-  reads_target_cache: bool = False
+  independent_siblings: bool = False
 
   def init(self, params: Any, context: Context, hidden: Float[Array, "B C E"]) -> Any:
     """Return the state of the draft before the first round; by default it is empty.
@@ -235,59 +251,24 @@ class Draft(Settings, abc.ABC):
 
   @abc.abstractmethod
   def propose(
-    self, params: Any, state: Any, context: Context, rng: Key[Array, " B *depths"]
+    self, params: Any, state: Any, context: Context, rng: Key[Array, " B"]
   ) -> tuple[Proposal, Any]:
-    """Propose tokens that follow the committed ones, and return them with the new state.
+    """Propose tokens that follow the committed ones.
 
-    A draft with a cache rolls back rejected tokens itself; see `Model`.
+    Args:
+      params: parameters of the draft.
+      state: state of the draft. A draft with a cache rolls back rejected tokens itself; see
+        `Model`.
+      context: context of the round.
+      rng: one key per row, which no other round has.
+
+    Returns:
+      The proposal, and the new state.
     """
 
   def observe(self, params: Any, state: Any, outcome: Outcome) -> Any:
     """Return the state of the draft after a round; by default it does not change."""
     return state
-
-  def with_reread(self, num_tokens: int) -> "Draft":
-    """Return a version of this draft for rounds that may commit tokens it did not propose.
-
-    If the draft has a cache, the new version starts each round with a forward pass over the last
-    `num_tokens` committed tokens. A draft without a cache is returned unchanged.
-
-    Raises:
-      InputError: proposals may end early, so the draft cannot be combined with other drafts.
-    """
-    if self.verify_lengths:
-      raise InputError("A draft that stops early cannot be one of several.")
-    return self
-
-  def with_processors(self, processors: Processors) -> "Draft":
-    """Return this draft with the target's logits processors applied to its own logits.
-
-    Drafts without logits do not change: their tokens are verified against the processed p.
-    """
-    return self
-
-  def with_position_keys(self) -> "Draft":
-    """Return this draft with samples coupled to the target's, if supported (`GumbelVerifier`)."""
-    return self
-
-  def with_independent_siblings(self) -> "Draft":
-    """Return a version of this draft that samples siblings independently, with replacement.
-
-    Raises:
-      InputError: the draft cannot sample siblings independently.
-    """
-    raise InputError(f"{type(self).__name__} does not sample siblings independently.")
-
-  def as_beam_draft(self, num_beams: int, num_nodes: int | None) -> Any:
-    """Return a `beams.BeamDraft` that searches with this draft's model, or by default None.
-
-    If None is returned, the search appends a tree of this draft's tokens to each beam.
-
-    Args:
-      num_beams: number of beams of the draft.
-      num_nodes: maximum number of nodes per target forward pass; None for no limit.
-    """
-    return None
 
 
 class Verifier(Settings, abc.ABC):

@@ -9,7 +9,6 @@ from typing import Any
 from jax import Array
 from jaxtyping import Float, Int, Key
 
-from specdec_jax.core.processors import Processors
 from specdec_jax.core.trees import AnyTree, NodeLayout
 from specdec_jax.core.types import Context, Draft, Model, Outcome, Proposal
 
@@ -75,36 +74,18 @@ class WrappedDraft(Draft):
     return self.draft.tree
 
   @property
-  def verify_lengths(self) -> tuple[int, ...]:  # type: ignore[override]
-    return self.draft.verify_lengths
-
-  @property
   def depends_on_outcomes(self) -> bool:  # type: ignore[override]
     return self.draft.depends_on_outcomes
 
   @property
-  def reads_target_cache(self) -> bool:  # type: ignore[override]
-    return self.draft.reads_target_cache
-
-  def with_reread(self, num_tokens: int) -> "WrappedDraft":
-    super().with_reread(num_tokens)  # raises if this draft stops early
-    return dataclasses.replace(self, draft=self.draft.with_reread(num_tokens))
-
-  @property
-  def uses_position_keys(self) -> bool:  # type: ignore[override]
-    return self.draft.uses_position_keys
-
-  def with_position_keys(self) -> "WrappedDraft":
-    return dataclasses.replace(self, draft=self.draft.with_position_keys())
-
-  def with_processors(self, processors: Processors) -> "WrappedDraft":
-    return dataclasses.replace(self, draft=self.draft.with_processors(processors))
+  def independent_siblings(self) -> bool:  # type: ignore[override]
+    return self.draft.independent_siblings
 
   def init(self, params: Any, context: Context, hidden: Float[Array, "B C E"]) -> Any:
     return self.draft.init(params, context, hidden)
 
   def propose(
-    self, params: Any, state: Any, context: Context, rng: Key[Array, " B *depths"]
+    self, params: Any, state: Any, context: Context, rng: Key[Array, " B"]
   ) -> tuple[Proposal, Any]:
     return self.draft.propose(params, state, context, rng)
 

@@ -13,7 +13,7 @@ from specdec_jax.core.arrays import gather, take
 from specdec_jax.core.loading import DraftFactory, LoadedTarget
 from specdec_jax.core.sampling import Sampling
 from specdec_jax.core.trees import AnyTree, require_static
-from specdec_jax.core.types import Context, Draft, Proposal
+from specdec_jax.core.types import Context, Draft, DraftOptions, Proposal
 from specdec_jax.data.text import read_lines
 from specdec_jax.errors import InputError, require_count
 from specdec_jax.models.t5 import PAD_ID
@@ -36,7 +36,9 @@ def backoff_ngrams(
   rows = map(vocabulary.encode, read_lines(path))
   params = fit_backoff(rows, order, num_successors, vocabulary.start_id)
 
-  def build(sampling: Sampling, tree: AnyTree) -> BackoffDraft:
+  def build(
+    sampling: Sampling, tree: AnyTree, options: DraftOptions = DraftOptions()
+  ) -> BackoffDraft:
     return BackoffDraft(tree, order)
 
   return DraftFactory(f"{order}-gram", build, params)

@@ -9,7 +9,7 @@ import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from specdec_jax.core.loading import DraftFactory, LoadedTarget
+from specdec_jax.core.loading import BuildDraft, DraftFactory, LoadedTarget
 from specdec_jax.core.sampling import Sampling
 from specdec_jax.core.trees import (
   AnyTree,
@@ -19,7 +19,7 @@ from specdec_jax.core.trees import (
   require_chain,
   require_static,
 )
-from specdec_jax.core.types import Draft
+from specdec_jax.core.types import Draft, DraftOptions
 from specdec_jax.drafts.cascade import CascadeDraft
 from specdec_jax.drafts.forest import ForestDraft
 from specdec_jax.drafts.hierarchical import HierarchicalDraft
@@ -47,11 +47,15 @@ def hierarchical_draft(
   """
   model, cheaper = (load(target) for load in (draft, inner))
 
-  def build(sampling: Sampling, tree: AnyTree) -> HierarchicalDraft:
-    guesses = cheaper.build(sampling, chain(inner_gamma))
+  def build(
+    sampling: Sampling, tree: AnyTree, options: DraftOptions = DraftOptions()
+  ) -> HierarchicalDraft:
+    options = DraftOptions(options.processors, reread=options.reread)
     tree = require_static("a hierarchical draft", tree)
-    outer: Any = model.build(sampling, tree)  # a `ModelDraft`
-    return HierarchicalDraft(outer.model, guesses, sampling, tree)
+    outer: Any = model.build(sampling, tree, options)  # a `ModelDraft`
+    inner_options = dataclasses.replace(options, reread=options.reread + 2)
+    guesses = cheaper.build(sampling, chain(inner_gamma), inner_options)
+    return HierarchicalDraft(outer.model, guesses, sampling, tree, options)
 
   return _joined(f"{model.name} by {cheaper.name}", build, [model, cheaper])
 
@@ -68,10 +72,13 @@ def forest_draft(target: LoadedTarget, drafts: Sequence[LoadsDraft]) -> DraftFac
   """
   factories = [draft(target) for draft in drafts]
 
-  def build(sampling: Sampling, tree: AnyTree) -> ForestDraft:
-    return ForestDraft(
-      tuple(factory.build(sampling, tree) for factory in factories), len(target.vocabulary)
-    )
+  def build(
+    sampling: Sampling, tree: AnyTree, options: DraftOptions = DraftOptions()
+  ) -> ForestDraft:
+    depth = max(factory.build(sampling, tree, options).tree.depth for factory in factories)
+    options = _rereading(options, depth + 1)
+    drafts = tuple(factory.build(sampling, tree, options) for factory in factories)
+    return ForestDraft(drafts, len(target.vocabulary))
 
   name = " and ".join(factory.name for factory in factories)
   return _joined(name, build, factories)
@@ -100,13 +107,18 @@ def cascade_draft(
     require_count("gamma", gamma)
   factories = [draft(target) for draft in drafts]
 
-  def build(sampling: Sampling, tree: AnyTree) -> CascadeDraft:
+  def build(
+    sampling: Sampling, tree: AnyTree, options: DraftOptions = DraftOptions()
+  ) -> CascadeDraft:
     require_chain("a cascade", tree)
     built, missing = [], tree.depth
     for factory, gamma in zip(factories, (*gammas, tree.depth)):
       if missing:
-        built.append(factory.build(sampling, chain(min(gamma, missing))))
-        missing -= min(gamma, missing)
+        # A draft has not processed what a round commits, nor the tokens of the drafts before it.
+        reread = tree.depth + 1 + tree.depth - missing
+        part = chain(min(gamma, missing))
+        built.append(factory.build(sampling, part, _rereading(options, reread)))
+        missing -= part.depth
     return CascadeDraft(tuple(built), len(target.vocabulary))
 
   name = ", then ".join(factory.name for factory in factories)
@@ -142,8 +154,8 @@ def tree_draft(
 
   factory = draft(target)
 
-  def build(sampling: Sampling, tree: AnyTree) -> Draft:
-    return factory.build(sampling, shape(tree.depth))
+  def build(sampling: Sampling, tree: AnyTree, options: DraftOptions = DraftOptions()) -> Draft:
+    return factory.build(sampling, shape(tree.depth), options)
 
   size = f"tree of {num_guesses}" if num_guesses else f"tree {'x'.join(map(str, widths))}"
   return factory._replace(name=f"{factory.name}, {size}", build=build, path=None)
@@ -163,8 +175,10 @@ def stopping_draft(
   """
   model = draft(target)
 
-  def build(sampling: Sampling, tree: AnyTree) -> StoppingDraft:
-    built: Any = model.build(sampling, tree)  # a `ModelDraft`
+  def build(
+    sampling: Sampling, tree: AnyTree, options: DraftOptions = DraftOptions()
+  ) -> StoppingDraft:
+    built: Any = model.build(sampling, tree, options)  # a `ModelDraft`
     if goal is None:
       return StoppingDraft(built, threshold)
     return AdaptiveStoppingDraft(built, threshold, goal)
@@ -186,8 +200,10 @@ def stop_at_miss_draft(target: LoadedTarget, draft: LoadsDraft) -> DraftFactory:
   """
   factory = draft(target)
 
-  def build(sampling: Sampling, tree: AnyTree) -> StopAtMissDraft:
-    return StopAtMissDraft(factory.build(sampling, tree))
+  def build(
+    sampling: Sampling, tree: AnyTree, options: DraftOptions = DraftOptions()
+  ) -> StopAtMissDraft:
+    return StopAtMissDraft(factory.build(sampling, tree, options))
 
   return factory._replace(name=f"{factory.name}, as far as known", build=build, path=None)
 
@@ -207,17 +223,23 @@ def recycling_draft(
     require_count("num_recycled", num_recycled)
   factory = draft(target)
 
-  def build(sampling: Sampling, tree: AnyTree) -> RecyclingDraft:
+  def build(
+    sampling: Sampling, tree: AnyTree, options: DraftOptions = DraftOptions()
+  ) -> RecyclingDraft:
     rest = tree.depth - 1
     count = rest if num_recycled is None else min(num_recycled, rest)
-    return RecyclingDraft(factory.build(sampling, tree), count, len(target.vocabulary))
+    draft = factory.build(sampling, tree, _rereading(options, tree.depth + 1))
+    return RecyclingDraft(draft, count, len(target.vocabulary))
 
   return factory._replace(name=f"{factory.name}, recycled", build=build, path=None)
 
 
-def _joined(
-  name: str, build: Callable[[Sampling, AnyTree], Draft], factories: Sequence[DraftFactory]
-) -> DraftFactory:
+def _rereading(options: DraftOptions, num_tokens: int) -> DraftOptions:
+  """Return the options of a draft in rounds that commit up to `num_tokens` tokens new to it."""
+  return dataclasses.replace(options, reread=max(options.reread, num_tokens))
+
+
+def _joined(name: str, build: BuildDraft, factories: Sequence[DraftFactory]) -> DraftFactory:
   """Return the draft factory of several drafts.
 
   Raises:
@@ -255,10 +277,10 @@ def draft_sampling(
   Sampling(**given)  # raises for invalid values before a model is loaded
   factory = draft(target)
 
-  def build(sampling: Sampling, tree: AnyTree) -> Draft:
+  def build(sampling: Sampling, tree: AnyTree, options: DraftOptions = DraftOptions()) -> Draft:
     # At temperature 0 the most probable token is the best guess for any q.
     draft_sampling = dataclasses.replace(sampling, **given) if not sampling.is_argmax else sampling
-    return factory.build(draft_sampling, tree)
+    return factory.build(draft_sampling, tree, options)
 
   words = ", ".join(
     f"{name} {value:g}" if isinstance(value, float) else f"{name} {shown(value)}"

@@ -10,7 +10,7 @@ from jaxtyping import Float, Key
 from specdec_jax.core.loading import DraftFactory, LoadedTarget
 from specdec_jax.core.sampling import Sampling
 from specdec_jax.core.trees import AnyTree
-from specdec_jax.core.types import Context, Draft, Proposal
+from specdec_jax.core.types import Context, Draft, DraftOptions, Proposal
 from specdec_jax.drafts.backoff import backoff_ngrams
 from specdec_jax.drafts.prompt_lookup import prompt_lookup
 from specdec_jax.errors import InputError
@@ -26,8 +26,10 @@ def prompt_lookup_or_ngrams(
   """
   factories = prompt_lookup(target, max_ngram), backoff_ngrams(target, path, order)
 
-  def build(sampling: Sampling, tree: AnyTree) -> FallbackDraft:
-    return FallbackDraft(tuple(factory.build(sampling, tree) for factory in factories))
+  def build(
+    sampling: Sampling, tree: AnyTree, options: DraftOptions = DraftOptions()
+  ) -> FallbackDraft:
+    return FallbackDraft(tuple(factory.build(sampling, tree, options) for factory in factories))
 
   name = "-or-".join(factory.name for factory in factories)
   return DraftFactory(name, build, tuple(factory.params for factory in factories))

@@ -18,9 +18,9 @@ from jax import Array
 from jaxtyping import Float, Int, Key
 
 from specdec_jax.core.arrays import split_rows
-from specdec_jax.core.processors import Processors
 from specdec_jax.core.trees import Tree, require_static
 from specdec_jax.core.types import Context, Draft, Proposal
+from specdec_jax.errors import InputError
 
 
 @dataclasses.dataclass(frozen=True)
@@ -28,16 +28,16 @@ class ForestDraft(Draft):
   """A draft whose tree joins the static trees of several drafts at a common root.
 
   Parameters and states are tuples with one entry per draft, in order. The drafts do not receive the
-  outcome of verification, because accepted tokens may come from a different draft. Instead, drafts
-  with a cache start each round with a forward pass over the tokens that the last round may have
-  committed.
+  outcome of verification, because accepted tokens may come from a different draft.
 
   Attributes:
     drafts: one or more drafts; among siblings, the tokens of earlier drafts are verified first.
+      Their `DraftOptions.reread` covers the tokens that a round may commit.
     vocab_size: size of the vocabulary, V.
 
   Raises:
-    InputError: there are no drafts, a tree is dynamic, or (in `init`) a draft may stop early.
+    InputError: there are no drafts, a tree is dynamic, or a draft cannot be joined
+      (`require_joinable`).
   """
 
   drafts: tuple[Draft, ...]
@@ -45,21 +45,19 @@ class ForestDraft(Draft):
   tree: Tree = dataclasses.field(init=False)
 
   def __post_init__(self):
+    for draft in self.drafts:
+      require_joinable(draft)
     object.__setattr__(self, "tree", joined_at_root(self._trees)[0])
 
-  def with_processors(self, processors: Processors) -> "ForestDraft":
-    drafts = tuple(draft.with_processors(processors) for draft in self.drafts)
-    return dataclasses.replace(self, drafts=drafts)
-
   def init(self, params: Any, context: Context, hidden: Float[Array, "B C E"]) -> Any:
-    each = zip(self._rereading_drafts, params, strict=True)
+    each = zip(self.drafts, params, strict=True)
     return tuple(d.init(p, context, hidden) for d, p in each)
 
   def propose(
     self, params: Any, state: Any, context: Context, rng: Key[Array, " B"]
   ) -> tuple[Proposal, Any]:
     keys = split_rows(rng, len(self.drafts))
-    each = zip(self._rereading_drafts, params, state, keys, strict=True)
+    each = zip(self.drafts, params, state, keys, strict=True)
     proposals, states = zip(*(d.propose(p, s, context, key) for d, p, s, key in each))
     tokens, q = concatenated(proposals, self.vocab_size)
     order = jnp.array(joined_at_root(self._trees)[1])
@@ -69,9 +67,14 @@ class ForestDraft(Draft):
   def _trees(self) -> list[Tree]:
     return [require_static("merging drafts", draft.tree) for draft in self.drafts]
 
-  @property
-  def _rereading_drafts(self) -> list[Draft]:
-    return [draft.with_reread(self.tree.depth + 1) for draft in self.drafts]
+
+def require_joinable(draft: Draft) -> None:
+  """Raise InputError if a draft cannot propose together with others."""
+  if draft.tree.verify_lengths or draft.depends_on_outcomes:
+    raise InputError(
+      f"{type(draft).__name__} stops early or depends on outcomes of its rounds, and cannot be one "
+      "of several drafts."
+    )
 
 
 def concatenated(

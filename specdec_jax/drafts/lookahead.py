@@ -20,7 +20,7 @@ from specdec_jax.core.arrays import gather, take
 from specdec_jax.core.loading import DraftFactory, LoadedTarget
 from specdec_jax.core.sampling import Sampling, argmax
 from specdec_jax.core.trees import AnyTree, Tree, chain, require_chain
-from specdec_jax.core.types import Context, Draft, Outcome, Proposal
+from specdec_jax.core.types import Context, Draft, DraftOptions, Outcome, Proposal
 from specdec_jax.drafts.forest import joined_at_root
 from specdec_jax.errors import require_count
 from specdec_jax.models.t5 import PAD_ID
@@ -32,7 +32,9 @@ def lookahead(target: LoadedTarget, window: int = 5, num_guesses: int = 5) -> Dr
   `DraftFactory.build` must be given a chain, whose gamma is the number of draft tokens per n-gram.
   """
 
-  def build(sampling: Sampling, tree: AnyTree) -> LookaheadDraft:
+  def build(
+    sampling: Sampling, tree: AnyTree, options: DraftOptions = DraftOptions()
+  ) -> LookaheadDraft:
     require_chain("lookahead decoding", tree)
     return LookaheadDraft(len(target.vocabulary), tree.depth, window, num_guesses)
 

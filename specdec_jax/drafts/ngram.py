@@ -1,7 +1,6 @@
 """Unigram and bigram drafts, which sample from counts at negligible cost (Section 3.6, Table 3)."""
 
 import dataclasses
-import functools
 import itertools
 import os
 from collections.abc import Iterable, Sequence
@@ -18,7 +17,7 @@ from specdec_jax.core.arrays import split_rows
 from specdec_jax.core.loading import DraftFactory, LoadedTarget
 from specdec_jax.core.sampling import Sampling, sample_logits
 from specdec_jax.core.trees import AnyTree, require_chain
-from specdec_jax.core.types import Context, Draft, Proposal
+from specdec_jax.core.types import Context, Draft, DraftOptions, Proposal
 from specdec_jax.data.text import read_lines
 from specdec_jax.data.vocabulary import Vocabulary
 from specdec_jax.errors import InputError, require_count
@@ -38,7 +37,13 @@ def bigram(target: LoadedTarget, path: str) -> DraftFactory:
 def _ngram(name: str, order: int, vocabulary: Vocabulary, path: str) -> DraftFactory:
   rows, start_id = map(vocabulary.encode, read_lines(path)), vocabulary.start_id
   counts = fit_ngrams(rows, len(vocabulary), start_id=start_id)
-  return DraftFactory(name, functools.partial(NgramDraft, order, len(vocabulary)), counts)
+
+  def build(
+    sampling: Sampling, tree: AnyTree, options: DraftOptions = DraftOptions()
+  ) -> NgramDraft:
+    return NgramDraft(order, len(vocabulary), sampling, tree)
+
+  return DraftFactory(name, build, counts)
 
 
 class Ngrams(NamedTuple):

@@ -12,7 +12,7 @@ from specdec_jax.core.arrays import gather
 from specdec_jax.core.loading import DraftFactory, LoadedTarget
 from specdec_jax.core.sampling import Sampling
 from specdec_jax.core.trees import AnyTree, Tree, require_static
-from specdec_jax.core.types import Context, Draft, Proposal
+from specdec_jax.core.types import Context, Draft, DraftOptions, Proposal
 from specdec_jax.errors import require_count
 from specdec_jax.models.t5 import PAD_ID
 
@@ -26,7 +26,9 @@ def prompt_lookup(
   """Return a draft that uses prompt lookup; see `PromptLookupDraft`."""
   vocab_size = len(target.vocabulary)
 
-  def build(sampling: Sampling, tree: AnyTree) -> PromptLookupDraft:
+  def build(
+    sampling: Sampling, tree: AnyTree, options: DraftOptions = DraftOptions()
+  ) -> PromptLookupDraft:
     return PromptLookupDraft(vocab_size, tree, max_ngram, tokens_per_match, from_start)
 
   limit = "" if tokens_per_match is None else f"x{tokens_per_match}"

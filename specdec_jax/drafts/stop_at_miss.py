@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jax import Array
 from jaxtyping import Key
 
-from specdec_jax.core.trees import require_chain
+from specdec_jax.core.trees import Tree, require_chain
 from specdec_jax.core.types import Context, Proposal
 from specdec_jax.core.wrappers import WrappedDraft
 from specdec_jax.errors import InputError
@@ -36,10 +36,11 @@ class StopAtMissDraft(WrappedDraft):
     require_chain("a draft that stops at a miss", self.draft.tree)
 
   @property
-  def verify_lengths(self) -> tuple[int, ...]:  # type: ignore[override]
-    gamma = self.tree.depth
-    powers = (2**i for i in range(gamma.bit_length()))
-    return (0, *(n for n in powers if n < gamma), gamma)
+  def tree(self) -> Tree:  # type: ignore[override]
+    tree = require_chain("a draft that stops at a miss", self.draft.tree)
+    powers = (2**i for i in range(tree.depth.bit_length()))
+    lengths = (0, *(n for n in powers if n < tree.depth), tree.depth)
+    return dataclasses.replace(tree, verify_lengths=lengths)
 
   def propose(
     self, params: Any, state: Any, context: Context, rng: Key[Array, " B"]

@@ -15,11 +15,10 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jaxtyping import Float, Key
 
-from specdec_jax.core.arrays import split_rows
-from specdec_jax.core.trees import require_chain
+from specdec_jax.core.trees import Tree, require_chain
 from specdec_jax.core.types import Context, Outcome, Proposal
 from specdec_jax.core.wrappers import WrappedDraft
-from specdec_jax.drafts.model import ModelDraft
+from specdec_jax.drafts.model import ModelDraft, depth_keys
 from specdec_jax.errors import require_number
 
 
@@ -46,11 +45,12 @@ class StoppingDraft(WrappedDraft):
     object.__setattr__(self, "threshold", require_number("threshold", self.threshold, 0, 1))
 
   @property
-  def verify_lengths(self) -> tuple[int, ...]:  # type: ignore[override]
-    return tuple(range(1, self.tree.depth + 1))
+  def tree(self) -> Tree:  # type: ignore[override]
+    lengths = tuple(range(1, self.draft.tree.depth + 1))
+    return dataclasses.replace(self.draft.tree, verify_lengths=lengths)
 
   def propose(
-    self, params: Any, state: Any, context: Context, rng: Key[Array, " B *depths"]
+    self, params: Any, state: Any, context: Context, rng: Key[Array, " B"]
   ) -> tuple[Proposal, Any]:
     return self.propose_above(self.threshold, params, state, context, rng)
 
@@ -60,12 +60,12 @@ class StoppingDraft(WrappedDraft):
     params: Any,
     state: Any,
     context: Context,
-    rng: Key[Array, " B *depths"],
+    rng: Key[Array, " B"],
   ) -> tuple[Proposal, Any]:
     """Propose with another threshold, which may differ between rows."""
     model, gamma = self.draft.model, self.tree.depth
     logits, cache = self.draft.start_round(params, state, context)
-    keys = rng.T if self.draft.coupled else split_rows(rng, gamma)
+    keys = depth_keys(self.draft.options, context, rng, gamma)
     first, first_q, text = self.draft.sample_next(keys[0], context, logits)
     tokens = jnp.full((len(logits), gamma), -1).at[:, 0].set(first)
     q = jnp.zeros((*tokens.shape, logits.shape[-1])).at[:, 0].set(first_q)
@@ -137,7 +137,7 @@ class AdaptiveStoppingDraft(StoppingDraft):
     return AdaptiveState(inner, self.threshold * rows, self.goal * rows)
 
   def propose(
-    self, params: Any, state: AdaptiveState, context: Context, rng: Key[Array, " B *depths"]
+    self, params: Any, state: AdaptiveState, context: Context, rng: Key[Array, " B"]
   ) -> tuple[Proposal, AdaptiveState]:
     threshold = state.threshold
     proposal, inner = self.propose_above(threshold, params, state.inner, context, rng)

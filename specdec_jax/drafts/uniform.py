@@ -11,14 +11,16 @@ from jaxtyping import Int, Key
 from specdec_jax.core.loading import DraftFactory, LoadedTarget
 from specdec_jax.core.sampling import Sampling
 from specdec_jax.core.trees import AnyTree, require_static
-from specdec_jax.core.types import Context, Draft, Proposal
+from specdec_jax.core.types import Context, Draft, DraftOptions, Proposal
 
 
 def uniform(target: LoadedTarget) -> DraftFactory:
   """Return a draft that samples uniformly from the vocabulary of a target."""
   vocab_size = len(target.vocabulary)
 
-  def build(sampling: Sampling, tree: AnyTree) -> UniformDraft:
+  def build(
+    sampling: Sampling, tree: AnyTree, options: DraftOptions = DraftOptions()
+  ) -> UniformDraft:
     return UniformDraft(vocab_size, tree)
 
   return DraftFactory("uniform", build)
@@ -35,6 +37,7 @@ class UniformDraft(Draft):
 
   vocab_size: int
   tree: AnyTree
+  independent_siblings = True
 
   def propose(
     self, params: Any, state: Any, context: Context, rng: Key[Array, " B"]

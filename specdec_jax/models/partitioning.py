@@ -14,8 +14,9 @@ from jax import Array, lax
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Float, Int, Key
 
+from specdec_jax.core.sampling import Sampling
 from specdec_jax.core.trees import AnyTree, NodeLayout
-from specdec_jax.core.types import Context, Model, Outcome, Proposal
+from specdec_jax.core.types import Context, DraftOptions, Model, Outcome, Proposal
 from specdec_jax.core.wrappers import WrappedDraft, WrappedModel
 from specdec_jax.errors import InputError, require_count
 from specdec_jax.models.config import T5Config, TransformerConfig
@@ -242,10 +243,15 @@ def sharded(pair: Any, mesh: AnyMesh, rules: Rules = RULES, draft_rules: Rules =
   def put(params, rules, config=None):
     return jax.device_put(params, param_shardings(params, mesh, rules, config))
 
+  def build(
+    sampling: Sampling, tree: AnyTree, options: DraftOptions = DraftOptions()
+  ) -> PartitionedDraft:
+    return PartitionedDraft(pair.draft(sampling, tree, options), mesh, draft_rules)
+
   return pair._replace(
     target=PartitionedModel(pair.target, mesh, rules),
     target_params=put(pair.target_params, rules, _config_of(pair.target)),
-    draft=lambda sampling, tree: PartitionedDraft(pair.draft(sampling, tree), mesh, draft_rules),
+    draft=build,
     draft_params=put(pair.draft_params, draft_rules),
   )
 

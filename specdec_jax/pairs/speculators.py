@@ -12,7 +12,7 @@ from specdec_jax.checkpoints.stored import LoadedWeights
 from specdec_jax.core.loading import DraftFactory, LoadedTarget
 from specdec_jax.core.sampling import Sampling
 from specdec_jax.core.trees import AnyTree
-from specdec_jax.core.types import Draft, Model
+from specdec_jax.core.types import Draft, DraftOptions, Model
 from specdec_jax.drafts.heads import AnyConfig, DraftHead, new_head
 from specdec_jax.errors import InputError
 from specdec_jax.models.families import Config
@@ -92,8 +92,8 @@ def head_factory(name: str, head: DraftHead, params: Any, target: LoadedTarget) 
   target_config = config_of(target.model)
   head.require_target(target_config)
 
-  def build(sampling: Sampling, tree: AnyTree) -> Draft:
-    return head.draft(target_config, sampling, tree)
+  def build(sampling: Sampling, tree: AnyTree, options: DraftOptions = DraftOptions()) -> Draft:
+    return head.draft(target_config, sampling, tree, options)
 
   params = head.draft_params(target_config, params, target.params)
   return DraftFactory(name, build, params, feature_layers=head.feature_layers)

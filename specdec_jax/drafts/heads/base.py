@@ -21,7 +21,7 @@ from jaxtyping import Bool, Float, Int, Key, Shaped
 
 from specdec_jax.core.sampling import Sampling
 from specdec_jax.core.trees import AnyTree, Tree, require_static
-from specdec_jax.core.types import Context, Draft
+from specdec_jax.core.types import Context, Draft, DraftOptions
 from specdec_jax.drafts.layer_skip import require_layers
 from specdec_jax.errors import InputError
 from specdec_jax.models.config import T5Config, TransformerConfig
@@ -113,7 +113,9 @@ class DraftHead(TransformerConfig, abc.ABC):
     """Return random parameters of the head (float32)."""
 
   @abc.abstractmethod
-  def draft(self, target: Config, sampling: Sampling, tree: AnyTree) -> Draft:
+  def draft(
+    self, target: Config, sampling: Sampling, tree: AnyTree, options: DraftOptions = DraftOptions()
+  ) -> Draft:
     """Return the draft that proposes with this head for a target.
 
     Raises:

@@ -27,10 +27,9 @@ from jax import Array
 from jaxtyping import Bool, Float, Int, Key
 
 from specdec_jax.core.arrays import gather
-from specdec_jax.core.processors import Processors
 from specdec_jax.core.sampling import Sampling
 from specdec_jax.core.trees import AnyTree, NodePlacement
-from specdec_jax.core.types import Context, Proposal
+from specdec_jax.core.types import Context, DraftOptions, Proposal
 from specdec_jax.drafts.heads.base import (
   DraftHead,
   DraftLogits,
@@ -173,9 +172,7 @@ class DrafterDraft(LevelwiseDraft):
 
   Attributes:
     head: the head.
-    sampling, tree, width, processors: see `LevelwiseDraft`.
-    reread: number of committed tokens in the pass; at least the number of tokens that a round may
-      commit.
+    sampling, tree, width, options: see `LevelwiseDraft`.
 
   Raises:
     InputError: the tree is deeper than the head can propose, or a dynamic tree has more draft
@@ -186,18 +183,16 @@ class DrafterDraft(LevelwiseDraft):
   sampling: Sampling
   tree: AnyTree
   width: int
-  reread: int
-  processors: Processors = ()
+  options: DraftOptions = DraftOptions()
 
   def __post_init__(self):
     require_depth(self.head.gamma, self.tree.depth)
     super().__post_init__()
 
-  def with_reread(self, num_tokens: int) -> "DrafterDraft":
-    return dataclasses.replace(self, reread=max(self.reread, num_tokens))
-
-  def with_processors(self, processors: Processors) -> "DrafterDraft":
-    return dataclasses.replace(self, processors=processors)
+  @property
+  def reread(self) -> int:
+    """Number of committed tokens in the pass, which covers those that a round may commit."""
+    return max(self.options.reread, self.tree.depth + 1)
 
   def init(self, params: Any, context: Context, hidden: Float[Array, "B C E"]) -> T5Cache:
     # The slots in `context` suffice for the proposed tree; there may be more placeholders.
@@ -251,8 +246,10 @@ class DrafterHead(DraftHead):
     tokens = jnp.zeros((1, 1), jnp.int32)
     return self.module.init(rng, tokens, tokens, tokens, method="after_anchors")["params"]
 
-  def draft(self, target: Config, sampling: Sampling, tree: AnyTree) -> DrafterDraft:
-    return DrafterDraft(self, sampling, tree, min(8, self.vocab_size), reread=tree.depth + 1)
+  def draft(
+    self, target: Config, sampling: Sampling, tree: AnyTree, options: DraftOptions = DraftOptions()
+  ) -> DrafterDraft:
+    return DrafterDraft(self, sampling, tree, min(8, self.vocab_size), options)
 
   def training_logits(self, target: Config, stride: int) -> DraftLogits:
     """Return the function that computes the logits of the placeholders of each anchor.

@@ -13,6 +13,7 @@ from jaxtyping import Float, Int, Key
 
 from specdec_jax.core.sampling import Sampling
 from specdec_jax.core.trees import AnyTree, NodeLayout
+from specdec_jax.core.types import DraftOptions
 from specdec_jax.core.wrappers import WrappedModel
 from specdec_jax.drafts.heads.base import (
   DraftHead,
@@ -84,10 +85,13 @@ class EarlyExitHead(DraftHead):
   def init(self, rng: Key[Array, ""]) -> Any:
     return ResidualBlocks(self).init(rng, jnp.zeros((1, self.state_dim)))["params"]
 
-  def draft(self, target: Config, sampling: Sampling, tree: AnyTree) -> LayerSkipDraft:
+  def draft(
+    self, target: Config, sampling: Sampling, tree: AnyTree, options: DraftOptions = DraftOptions()
+  ) -> LayerSkipDraft:
     exit_target = dataclasses.replace(target, num_decoder_layers=len(self.layers))
     model = EarlyExitModel(model_of(exit_target), self)
-    return LayerSkipDraft(ModelDraft(model, sampling, self.require_static(tree)), self.layers)
+    draft = ModelDraft(model, sampling, self.require_static(tree), options)
+    return LayerSkipDraft(draft, self.layers)
 
   def draft_params(self, target: Config, params: Any, target_params: Any) -> Any:
     return params, of_layers(target, target_params, self.layers)[1]

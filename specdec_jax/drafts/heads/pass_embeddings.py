@@ -14,18 +14,19 @@ import jax.numpy as jnp
 from jax import Array
 from jaxtyping import Float, Int, Key
 
-from specdec_jax.core.arrays import gather, split_rows
-from specdec_jax.core.processors import Processors, process, text_prefixes
+from specdec_jax.core.arrays import gather
+from specdec_jax.core.processors import process, text_prefixes
 from specdec_jax.core.sampling import Sampling, sample_logits
 from specdec_jax.core.trees import AnyTree, Tree, require_chain
-from specdec_jax.core.types import Context, Draft, Proposal
+from specdec_jax.core.types import Context, Draft, DraftOptions, Proposal
 from specdec_jax.drafts.heads.base import (
   DraftHead,
   DraftLogits,
   TargetOutputs,
   require_depth,
-  target_cache,
 )
+from specdec_jax.drafts.layer_skip import text_cache
+from specdec_jax.drafts.model import depth_keys
 from specdec_jax.models.families import Config, model_of, module_of
 
 
@@ -40,8 +41,8 @@ class PaSSDraft(Draft):
     target: configuration of the target.
     sampling: sampling method, which turns logits into q.
     tree: a chain.
-    processors: logits processors, which apply to the logits. Without them, the draft tokens are
-      independent of each other.
+    options: see `DraftOptions`. Without logits processors, the draft tokens are independent of each
+      other.
 
   Raises:
     InputError: the tree is not a chain, or there are too few embeddings for its depth.
@@ -51,15 +52,11 @@ class PaSSDraft(Draft):
   target: Config
   sampling: Sampling
   tree: Tree
-  processors: Processors = ()
-  reads_target_cache = True
+  options: DraftOptions = DraftOptions()
 
   def __post_init__(self):
     require_chain("a draft by look-ahead embeddings", self.tree)
     require_depth(self.head.gamma, self.tree.depth)
-
-  def with_processors(self, processors: Processors) -> "PaSSDraft":
-    return dataclasses.replace(self, processors=processors)
 
   def propose(
     self, params: Any, state: Any, context: Context, rng: Key[Array, " B"]
@@ -70,14 +67,14 @@ class PaSSDraft(Draft):
       head_params["embeddings"][: gamma - 1], (len(rng), gamma - 1, self.head.state_dim)
     )
     block = jnp.concatenate([embedded, ahead], axis=1).astype(self.target.activations)
-    module, cache = module_of(self.target), target_cache(context)
+    module, cache = module_of(self.target), text_cache(context)
     logits, _, _ = module.apply({"params": target_params}, cache, block, method="extend_embedded")
-    tokens, q = [], []
-    for i, key in enumerate(split_rows(rng, gamma)):
+    tokens, q, processors = [], [], self.options.processors
+    for i, key in enumerate(depth_keys(self.options, context, rng, gamma)):
       next_logits = logits[:, i]
-      if self.processors:
-        next_logits = process(self.processors, next_logits[:, None], text_prefixes(context))[:, 0]
-      token, token_q = sample_logits(key, next_logits, self.sampling)
+      if processors:
+        next_logits = process(processors, next_logits[:, None], text_prefixes(context))[:, 0]
+      token, token_q = sample_logits(key, next_logits, self.sampling, self.options.coupled)
       context = context.with_tokens(token[:, None])
       tokens.append(token)
       q.append(token_q)
@@ -102,8 +99,10 @@ class PassHead(DraftHead):
   def init(self, rng: Key[Array, ""]) -> Any:
     return {"embeddings": jax.random.normal(rng, (self.gamma - 1, self.state_dim))}
 
-  def draft(self, target: Config, sampling: Sampling, tree: AnyTree) -> PaSSDraft:
-    return PaSSDraft(self, target, sampling, self.require_static(tree))
+  def draft(
+    self, target: Config, sampling: Sampling, tree: AnyTree, options: DraftOptions = DraftOptions()
+  ) -> PaSSDraft:
+    return PaSSDraft(self, target, sampling, self.require_static(tree), options)
 
   def draft_params(self, target: Config, params: Any, target_params: Any) -> Any:
     return params, target_params

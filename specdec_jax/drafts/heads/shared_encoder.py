@@ -35,7 +35,7 @@ from jaxtyping import Bool, Float, Int, Key
 from specdec_jax.core.arrays import gather, take, write_slots
 from specdec_jax.core.sampling import Sampling
 from specdec_jax.core.trees import AnyTree, DynamicTree, NodeLayout, NodePlacement, Tree
-from specdec_jax.core.types import Context, Draft, Outcome, Proposal
+from specdec_jax.core.types import Context, Draft, DraftOptions, Outcome, Proposal
 from specdec_jax.drafts.dynamic import DynamicDraft
 from specdec_jax.drafts.heads.base import (
   DraftHead,
@@ -98,15 +98,13 @@ class SharedEncoderHead(DraftHead):
     hidden = jnp.zeros((1, 1, self.state_dim))
     return self.module.init(rng, tokens, hidden, tokens, cross, bias, method="after_each")["params"]
 
-  def draft(self, target: Config, sampling: Sampling, tree: AnyTree) -> Draft:
+  def draft(
+    self, target: Config, sampling: Sampling, tree: AnyTree, options: DraftOptions = DraftOptions()
+  ) -> Draft:
     model = SharedEncoderModel(self.t5, self)
     if self.kind == "features" and isinstance(tree, DynamicTree):
-      width = min(8, self.vocab_size)
-      return DynamicSharedEncoderDraft(model, tree, width, reread=tree.depth + 1)
-    tree = self.require_static(tree)
-    # The tokens of a round are processed again with the features that it reveals.
-    reread = tree.depth + 1 if self.reads_features else 2
-    return SharedEncoderDraft(model, sampling, tree, reread=reread)
+      return DynamicSharedEncoderDraft(model, tree, min(8, self.vocab_size), options)
+    return SharedEncoderDraft(model, sampling, self.require_static(tree), options)
 
   def training_logits(self, target: Config, stride: int) -> DraftLogits:
     """Return the function that computes logits at each token, conditioned on its anchor.
@@ -408,6 +406,12 @@ class SharedEncoderDraft(ModelDraft):
 
   model: SharedEncoderModel
 
+  @property
+  def reread(self) -> int:
+    # The tokens of a round are processed again with the features that it reveals.
+    most = self.tree.depth + 1 if self.model.head.reads_features else 0
+    return max(self.options.reread, most)
+
   def init(self, params: Any, context: Context, hidden: Float[Array, "B C E"]) -> Any:
     return self.model.empty_cache(context, context.tokens.shape[1])
 
@@ -442,6 +446,10 @@ class DynamicSharedEncoderDraft(DynamicDraft):
   """A draft that proposes dynamic trees with the decoder of a draft head of kind 'features'."""
 
   model: SharedEncoderModel
+
+  @property
+  def reread(self) -> int:
+    return max(self.options.reread, self.tree.depth + 1)
 
   def empty_cache(self, params: Any, context: Context, num_slots: int) -> T5Cache:
     return self.model.empty_cache(context, num_slots)

@@ -20,11 +20,10 @@ from flax import linen as nn
 from jax import Array
 from jaxtyping import Float, Int, Key
 
-from specdec_jax.core.arrays import gather, split_rows, take
-from specdec_jax.core.processors import Processors, node_prefixes, process
-from specdec_jax.core.sampling import Sampling, sample_siblings
-from specdec_jax.core.trees import AnyTree, DynamicTree
-from specdec_jax.core.types import Context, Draft, Proposal
+from specdec_jax.core.arrays import gather, take
+from specdec_jax.core.sampling import Sampling
+from specdec_jax.core.trees import AnyTree, DynamicTree, Tree
+from specdec_jax.core.types import Context, Draft, DraftOptions, Proposal
 from specdec_jax.drafts.dynamic import grow, require_candidates
 from specdec_jax.drafts.heads.base import (
   DraftHead,
@@ -36,6 +35,7 @@ from specdec_jax.drafts.heads.base import (
   round_positions,
   target_cache,
 )
+from specdec_jax.drafts.model import draft_tree
 from specdec_jax.models.families import Config, module_of
 from specdec_jax.models.layers import Attention, Dense, Mlp, norm
 
@@ -148,7 +148,7 @@ class LevelwiseDraft(Draft):
     tree: tree of the proposals.
     width: for a dynamic tree, number of nodes per level that the head processes, and number of
       children of each such node that become candidates.
-    processors: logits processors, which apply to the head's logits.
+    options: see `DraftOptions`.
 
   Raises:
     InputError: a dynamic tree has more draft tokens than there are candidates.
@@ -156,11 +156,15 @@ class LevelwiseDraft(Draft):
 
   sampling: Sampling
   width: int
-  processors: Processors
+  options: DraftOptions
 
   def __post_init__(self):
     if isinstance(self.tree, DynamicTree):
       require_candidates(self.tree, self.width)
+
+  @property
+  def independent_siblings(self) -> bool:  # type: ignore[override]
+    return self.options.independent_siblings and isinstance(self.tree, Tree)
 
   def propose_levels(
     self,
@@ -179,9 +183,13 @@ class LevelwiseDraft(Draft):
       context: context of the round.
       rng: one key per row.
     """
-    tree, previous = self.tree, context.last_token[:, None]
 
-    def step_from(
+    def extend_level(
+      states: Array, tokens: Int[Array, "B M"], level: int, parents: list[int]
+    ) -> tuple[Float[Array, "B M V"], Array]:
+      return step(take(states, parents), level, tokens)
+
+    def extend_dynamic_level(
       states: Array,
       tokens: Int[Array, "B M"],
       parents: Int[Array, "B M"],
@@ -190,25 +198,12 @@ class LevelwiseDraft(Draft):
     ) -> tuple[Float[Array, "B M V"], Array]:
       return step(gather(states, parents), level, tokens)
 
-    if isinstance(tree, DynamicTree):
-      logits, states = step(states, 0, previous)
-      root_logits, processors = logits[:, 0], self.processors
-      return grow(tree, self.width, root_logits, step_from, states, context, processors)[0]
-    keys = split_rows(rng, tree.depth)
-    tokens, q, parent_level = [context.tokens[:, :0]], [], 0
-    for level, (first, last) in enumerate(tree.levels):
-      logits, states = step(states, level, previous)
-      if self.processors:
-        guesses = jnp.concatenate(tokens, axis=1)
-        prefixes = node_prefixes(context, guesses, tree, parent_level, first)
-        logits = process(self.processors, logits, prefixes)
-      counts = [tree.parents.count(node) for node in range(parent_level, first)]
-      previous, level_q = sample_siblings(keys[level], logits, self.sampling, counts)
-      states = take(states, [tree.parents[node - 1] - parent_level for node in range(first, last)])
-      tokens.append(previous)
-      q.append(level_q)
-      parent_level = first
-    return Proposal(jnp.concatenate(tokens, axis=1), jnp.concatenate(q, axis=1))
+    logits, states = step(states, 0, context.last_token[:, None])
+    if isinstance(self.tree, DynamicTree):
+      processors = self.options.processors
+      inputs = logits[:, 0], extend_dynamic_level, states, context, processors
+      return grow(self.tree, self.width, *inputs)[0]
+    return draft_tree(self, logits, extend_level, states, context, rng)[0]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -221,7 +216,7 @@ class SpeculatorDraft(LevelwiseDraft):
   Attributes:
     head: the head.
     target: configuration of the target.
-    sampling, tree, width, processors: see `LevelwiseDraft`.
+    sampling, tree, width, options: see `LevelwiseDraft`.
 
   Raises:
     InputError: the tree is deeper than the head can propose, or a dynamic tree has more draft
@@ -233,15 +228,12 @@ class SpeculatorDraft(LevelwiseDraft):
   sampling: Sampling
   tree: AnyTree
   width: int = 8
-  processors: Processors = ()
+  options: DraftOptions = DraftOptions()
 
   def __post_init__(self):
     if not self.head.module_class.any_depth:
       require_depth(self.head.gamma, self.tree.depth)
     super().__post_init__()
-
-  def with_processors(self, processors: Processors) -> "SpeculatorDraft":
-    return dataclasses.replace(self, processors=processors)
 
   def propose(
     self, params: Any, state: Any, context: Context, rng: Key[Array, " B"]
@@ -309,8 +301,10 @@ class StatelessHead(DraftHead):
 
     return self.module.init(rng, hidden, tokens, source, project)["params"]
 
-  def draft(self, target: Config, sampling: Sampling, tree: AnyTree) -> SpeculatorDraft:
-    return SpeculatorDraft(self, target, sampling, tree, min(8, self.vocab_size))
+  def draft(
+    self, target: Config, sampling: Sampling, tree: AnyTree, options: DraftOptions = DraftOptions()
+  ) -> SpeculatorDraft:
+    return SpeculatorDraft(self, target, sampling, tree, min(8, self.vocab_size), options)
 
   def draft_params(self, target: Config, params: Any, target_params: Any) -> Any:
     if not self.uses_target_logits:
