@@ -34,10 +34,8 @@ from specdec_jax.drafts import dynamic as drafts_dynamic
 from specdec_jax.drafts import hierarchical as drafts_hierarchical
 from specdec_jax.drafts import model as drafts_model
 from specdec_jax.drafts.backoff import backoff_ngrams
-from specdec_jax.drafts.cascade import CascadeDraft
+from specdec_jax.drafts.composed import prompt_lookup_or_ngrams
 from specdec_jax.drafts.dynamic import DynamicDraft
-from specdec_jax.drafts.fallback import prompt_lookup_or_ngrams
-from specdec_jax.drafts.forest import ForestDraft
 from specdec_jax.drafts.heads import new_head
 from specdec_jax.drafts.hierarchical import HierarchicalDraft
 from specdec_jax.drafts.layer_skip import layer_skip
@@ -48,8 +46,8 @@ from specdec_jax.drafts.other_vocabulary import OtherVocabularyModel, OtherVocab
 from specdec_jax.drafts.prompt_lookup import PromptLookupDraft, prompt_lookup
 from specdec_jax.drafts.recycling import RecyclingDraft
 from specdec_jax.drafts.retrieval import retrieval
-from specdec_jax.drafts.stop_at_miss import StopAtMissDraft
-from specdec_jax.drafts.stopping import AdaptiveStoppingDraft, StoppingDraft
+from specdec_jax.drafts.several import CascadeDraft, ForestDraft
+from specdec_jax.drafts.stopping import AdaptiveStoppingDraft, StopAtMissDraft, StoppingDraft
 from specdec_jax.drafts.uniform import uniform
 from specdec_jax.models.families import with_feature_layers
 from specdec_jax.models.gpt import GPTModel

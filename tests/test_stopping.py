@@ -15,11 +15,10 @@ from specdec_jax.core.sampling import Sampling
 from specdec_jax.core.trees import Tree, branching, chain
 from specdec_jax.core.types import Outcome, Proposal, Verification
 from specdec_jax.core.verify.tokens import TokenVerifier
-from specdec_jax.drafts.forest import ForestDraft
 from specdec_jax.drafts.model import ModelDraft
 from specdec_jax.drafts.prompt_lookup import PromptLookupDraft
-from specdec_jax.drafts.stop_at_miss import StopAtMissDraft
-from specdec_jax.drafts.stopping import AdaptiveStoppingDraft, StoppingDraft
+from specdec_jax.drafts.several import ForestDraft
+from specdec_jax.drafts.stopping import AdaptiveStoppingDraft, StopAtMissDraft, StoppingDraft
 from specdec_jax.drafts.uniform import UniformDraft
 from specdec_jax.errors import InputError
 

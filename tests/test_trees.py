@@ -27,8 +27,8 @@ from specdec_jax.core.verify.blocks import BlockVerifier
 from specdec_jax.core.verify.k_seq import KSeqVerifier
 from specdec_jax.core.verify.tokens import TokenVerifier
 from specdec_jax.drafts.dynamic import DynamicDraft
-from specdec_jax.drafts.forest import joined_at_root
 from specdec_jax.drafts.model import ModelDraft
+from specdec_jax.drafts.several import joined_at_root
 from specdec_jax.errors import InputError
 from specdec_jax.measure.alpha import measure_alpha, positional_acceptance
 from specdec_jax.models.t5 import T5Model

@@ -26,8 +26,7 @@ from specdec_jax.core.decode import Decoder
 from specdec_jax.core.loading import DecodeSettings
 from specdec_jax.core.sampling import Sampling, row_keys
 from specdec_jax.core.trees import chain, require_chain
-from specdec_jax.core.types import Context, DecodeResult, Outcome, Params, Proposal
-from specdec_jax.core.wrappers import WrappedDraft
+from specdec_jax.core.types import Context, DecodeResult, Outcome, Params, Proposal, WrappedDraft
 from specdec_jax.data.text import read_lines
 from specdec_jax.drafts.heads.base import Source
 from specdec_jax.drafts.heads.stateless import SpeculatorDraft, source_of

@@ -20,12 +20,12 @@ from specdec_jax.core.trees import (
   require_static,
 )
 from specdec_jax.core.types import Draft, DraftOptions
-from specdec_jax.drafts.cascade import CascadeDraft
-from specdec_jax.drafts.forest import ForestDraft
+from specdec_jax.drafts.backoff import backoff_ngrams
 from specdec_jax.drafts.hierarchical import HierarchicalDraft
+from specdec_jax.drafts.prompt_lookup import prompt_lookup
 from specdec_jax.drafts.recycling import RecyclingDraft
-from specdec_jax.drafts.stop_at_miss import StopAtMissDraft
-from specdec_jax.drafts.stopping import AdaptiveStoppingDraft, StoppingDraft
+from specdec_jax.drafts.several import CascadeDraft, FallbackDraft, ForestDraft
+from specdec_jax.drafts.stopping import AdaptiveStoppingDraft, StopAtMissDraft, StoppingDraft
 from specdec_jax.errors import InputError, require_count, shown
 
 LoadsDraft = Callable[[LoadedTarget], DraftFactory]
@@ -161,6 +161,24 @@ def tree_draft(
   return factory._replace(name=f"{factory.name}, {size}", build=build, path=None)
 
 
+def prompt_lookup_or_ngrams(
+  target: LoadedTarget, path: str, max_ngram: int = 3, order: int = 4
+) -> DraftFactory:
+  """Return a draft that uses prompt lookup and falls back to n-grams with back-off.
+
+  The arguments are those of `prompt_lookup` and `backoff_ngrams`.
+  """
+  factories = prompt_lookup(target, max_ngram), backoff_ngrams(target, path, order)
+
+  def build(
+    sampling: Sampling, tree: AnyTree, options: DraftOptions = DraftOptions()
+  ) -> FallbackDraft:
+    return FallbackDraft(tuple(factory.build(sampling, tree, options) for factory in factories))
+
+  name = "-or-".join(factory.name for factory in factories)
+  return DraftFactory(name, build, tuple(factory.params for factory in factories))
+
+
 def stopping_draft(
   target: LoadedTarget, draft: LoadsDraft, threshold: float, goal: float | None = None
 ) -> DraftFactory:
@@ -190,7 +208,7 @@ def stopping_draft(
 
 
 def stop_at_miss_draft(target: LoadedTarget, draft: LoadsDraft) -> DraftFactory:
-  """Return a draft that ends its proposal where `draft` has no token (`drafts.stop_at_miss`).
+  """Return a draft that ends its proposal where `draft` has no token (`StopAtMissDraft`).
 
   gamma is the maximum number of draft tokens.
 

@@ -17,9 +17,17 @@ from specdec_jax.core.processors import (
 )
 from specdec_jax.core.sampling import Sampling, distribution, sample_logits
 from specdec_jax.core.trees import Tree, require_chain
-from specdec_jax.core.types import Context, Draft, DraftOptions, Model, Outcome, Params, Proposal
+from specdec_jax.core.types import (
+  Context,
+  Draft,
+  DraftOptions,
+  Model,
+  Outcome,
+  Params,
+  Proposal,
+  WrappedDraft,
+)
 from specdec_jax.core.verify.tokens import TokenVerifier
-from specdec_jax.core.wrappers import WrappedDraft
 from specdec_jax.drafts.model import extend_last_tokens
 from specdec_jax.errors import InputError
 

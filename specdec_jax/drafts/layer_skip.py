@@ -16,8 +16,7 @@ from jaxtyping import Float, Int, Key
 from specdec_jax.core.loading import DraftFactory, LoadedTarget
 from specdec_jax.core.sampling import Sampling
 from specdec_jax.core.trees import AnyTree, NodePlacement, require_static
-from specdec_jax.core.types import Context, DraftOptions, Model, Outcome, Proposal
-from specdec_jax.core.wrappers import WrappedDraft
+from specdec_jax.core.types import Context, DraftOptions, Model, Outcome, Proposal, WrappedDraft
 from specdec_jax.drafts.model import ModelDraft
 from specdec_jax.errors import InputError
 from specdec_jax.models.families import Config, model_of

@@ -21,7 +21,7 @@ from specdec_jax.core.loading import DraftFactory, LoadedTarget
 from specdec_jax.core.sampling import Sampling, argmax
 from specdec_jax.core.trees import AnyTree, Tree, chain, require_chain
 from specdec_jax.core.types import Context, Draft, DraftOptions, Outcome, Proposal
-from specdec_jax.drafts.forest import joined_at_root
+from specdec_jax.drafts.several import joined_at_root
 from specdec_jax.errors import require_count
 from specdec_jax.models.t5 import PAD_ID
 

@@ -17,9 +17,8 @@ from jaxtyping import Float, Int, Key
 
 from specdec_jax.core.arrays import gather, take
 from specdec_jax.core.trees import Tree, chain, require_chain
-from specdec_jax.core.types import Context, Outcome, Proposal
-from specdec_jax.core.wrappers import WrappedDraft
-from specdec_jax.drafts.forest import concatenated, joined_at_root, require_joinable
+from specdec_jax.core.types import Context, Outcome, Proposal, WrappedDraft
+from specdec_jax.drafts.several import concatenated, joined_at_root, require_joinable
 from specdec_jax.errors import require_count
 from specdec_jax.models.t5 import PAD_ID
 

@@ -30,8 +30,8 @@ from specdec_jax.core.types import (
   Outcome,
   Params,
   Proposal,
+  WrappedDraft,
 )
-from specdec_jax.core.wrappers import WrappedDraft
 from specdec_jax.exactness.martingale import MIN_PROB, RoundScores, Scores, joined
 from specdec_jax.exactness.processed import processed
 from specdec_jax.measure.alpha import teacher_forced_logits

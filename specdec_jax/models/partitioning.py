@@ -16,8 +16,15 @@ from jaxtyping import Float, Int, Key
 
 from specdec_jax.core.sampling import Sampling
 from specdec_jax.core.trees import AnyTree, NodeLayout
-from specdec_jax.core.types import Context, DraftOptions, Model, Outcome, Proposal
-from specdec_jax.core.wrappers import WrappedDraft, WrappedModel
+from specdec_jax.core.types import (
+  Context,
+  DraftOptions,
+  Model,
+  Outcome,
+  Proposal,
+  WrappedDraft,
+  WrappedModel,
+)
 from specdec_jax.errors import InputError, require_count
 from specdec_jax.models.config import T5Config, TransformerConfig
 from specdec_jax.models.gpt import GPTModel

@@ -13,8 +13,7 @@ from jaxtyping import Float, Int, Key
 
 from specdec_jax.core.sampling import Sampling
 from specdec_jax.core.trees import AnyTree, NodeLayout
-from specdec_jax.core.types import DraftOptions
-from specdec_jax.core.wrappers import WrappedModel
+from specdec_jax.core.types import DraftOptions, WrappedModel
 from specdec_jax.drafts.heads.base import (
   DraftHead,
   DraftLogits,
