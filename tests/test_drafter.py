@@ -15,7 +15,7 @@ from test_learned import tiny_head
 
 from specdec_jax.core.sampling import distribution
 from specdec_jax.core.trees import DynamicTree, chain
-from specdec_jax.core.types import Context
+from specdec_jax.core.types import Context, DraftOptions
 from specdec_jax.drafts.heads import DraftHead, new_head
 from specdec_jax.drafts.heads.base import TargetOutputs
 from specdec_jax.errors import InputError
@@ -56,7 +56,7 @@ def case(gamma: int = 3, length: int = 12) -> Case:
 def test_q_in_each_round_equals_that_of_training(tree):
   """Rounds commit one token, two, or as many as possible; one row is ahead of the others."""
   drafted, most, batch = case(gamma=4, length=16), tree.depth + 1, 6
-  draft = drafted.head.draft(t5().target.config, RANDOM, tree)
+  draft = drafted.head.draft(t5().target.config, RANDOM, tree, DraftOptions())
   num_slots, length = 17 + tree.num_nodes, np.ones(batch, np.int32)
   text = np.zeros((batch, num_slots), np.int32)
   text[:, 1:17] = drafted.targets
@@ -145,9 +145,9 @@ def test_glancing_shows_a_share_of_the_wrong_tokens_and_leaves_them_out_of_the_l
 def test_trees_that_the_head_cannot_propose_raise():
   head, target = case().head, t5().target.config
   with pytest.raises(InputError, match="up to 3 guesses"):
-    head.draft(target, RANDOM, chain(4))
+    head.draft(target, RANDOM, chain(4), DraftOptions())
   with pytest.raises(InputError, match="candidates"):
-    head.draft(target, RANDOM, DynamicTree(500, 2))
+    head.draft(target, RANDOM, DynamicTree(500, 2), DraftOptions())
 
 
 def test_warm_start_takes_every_layer_of_a_model_with_as_many_heads():

@@ -40,7 +40,7 @@ from specdec_jax.measure.alpha import proposals
 from specdec_jax.models.families import module_of, with_feature_layers
 from specdec_jax.models.layers import norm
 from specdec_jax.pairs import speculators
-from specdec_jax.train.batches import Batch
+from specdec_jax.train.batches import NO_TOKEN, Batch
 from specdec_jax.train.objectives import divergences
 from specdec_jax.train.speculators import speculator_objective, warm_start
 from specdec_jax.train.trainer import TrainSettings
@@ -280,6 +280,25 @@ def test_feature_loss_is_zero_for_the_targets_features_and_ignores_padding():
   assert loss(everywhere) < 1e-9
   assert loss(everywhere, 0.5) == pytest.approx(0.5**2 / 2 / 4, rel=1e-3)
   assert loss(everywhere.at[:, -2:].set(False), 0.5) < 1e-9
+
+
+@pytest.mark.parametrize("kind", ["parallel", "drafter"])
+def test_texts_that_are_too_short_for_an_anchor_count_nothing(kind):
+  """Texts of one token and EOS, whose anchors at stride 4 may all be after their end."""
+  models = t5()
+  head = tiny_head(models.target.config, kind)
+  targets = np.full((len(models.prompts), 8), NO_TOKEN)
+  targets[:, :2] = 3, 1
+  labels = np.maximum(targets, 0)[..., None]
+  batch = Batch(models.prompts, targets, labels, (targets != NO_TOKEN)[..., None] + 0.0)
+  objective = speculator_objective(head, models.target.config, models.params, stride=4)
+  step = jax.jit(jax.value_and_grad(objective.loss))
+  own, losses = tiny_pair.random_params(head, 0), []
+  for seed in range(8):
+    loss, gradient = step(own, models.params, batch, jax.random.key(seed), 0.0)
+    losses.append(float(loss))
+    assert all(np.isfinite(x).all() for x in jax.tree.leaves(gradient))
+  assert 0.0 in losses and max(losses) > 0
 
 
 @pytest.mark.parametrize("tied", [True, False])

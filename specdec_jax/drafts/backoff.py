@@ -36,9 +36,7 @@ def backoff_ngrams(
   rows = map(vocabulary.encode, read_lines(path))
   params = fit_backoff(rows, order, num_successors, vocabulary.start_id)
 
-  def build(
-    sampling: Sampling, tree: AnyTree, options: DraftOptions = DraftOptions()
-  ) -> BackoffDraft:
+  def build(sampling: Sampling, tree: AnyTree, options=DraftOptions()) -> BackoffDraft:
     return BackoffDraft(tree, order)
 
   return DraftFactory(f"{order}-gram", build, params)

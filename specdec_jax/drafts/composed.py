@@ -1,8 +1,8 @@
 """Functions that load drafts composed of other drafts.
 
-To give such a function to `load_pair`, bind all of its arguments except `target`. An argument that
-loads a draft is a function from a `LoadedTarget` to a `DraftFactory`, for example
-`checkpoint_draft`, or a function of this module with its other arguments bound.
+To give such a function to `load_pair`, bind all of its arguments except `target`. The arguments
+`draft`, `drafts` and `inner` load drafts: they are functions from a `LoadedTarget` to a
+`DraftFactory`, such as `checkpoint_draft`, or functions of this module with bound arguments.
 """
 
 import dataclasses
@@ -37,9 +37,8 @@ def hierarchical_draft(
   """Return a draft whose model is itself decoded speculatively with a cheaper draft (Section 6).
 
   Args:
-    target: target of the pair.
-    draft: function that loads the draft model.
-    inner: function that loads the cheaper draft, which may be hierarchical too.
+    draft: loads the draft model.
+    inner: loads the cheaper draft, which may be hierarchical too.
     inner_gamma: number of draft tokens that the cheaper draft proposes per round.
 
   Raises:
@@ -47,9 +46,7 @@ def hierarchical_draft(
   """
   model, cheaper = (load(target) for load in (draft, inner))
 
-  def build(
-    sampling: Sampling, tree: AnyTree, options: DraftOptions = DraftOptions()
-  ) -> HierarchicalDraft:
+  def build(sampling: Sampling, tree: AnyTree, options=DraftOptions()) -> HierarchicalDraft:
     options = DraftOptions(options.processors, reread=options.reread)
     tree = require_static("a hierarchical draft", tree)
     outer: Any = model.build(sampling, tree, options)  # a `ModelDraft`
@@ -65,16 +62,10 @@ def forest_draft(target: LoadedTarget, drafts: Sequence[LoadsDraft]) -> DraftFac
 
   Each draft proposes the whole tree or chain that is requested. If a draft is given twice, it is
   sampled twice.
-
-  Args:
-    target: target of the pair.
-    drafts: functions that load the drafts.
   """
   factories = [draft(target) for draft in drafts]
 
-  def build(
-    sampling: Sampling, tree: AnyTree, options: DraftOptions = DraftOptions()
-  ) -> ForestDraft:
+  def build(sampling: Sampling, tree: AnyTree, options=DraftOptions()) -> ForestDraft:
     depth = max(factory.build(sampling, tree, options).tree.depth for factory in factories)
     options = _rereading(options, depth + 1)
     drafts = tuple(factory.build(sampling, tree, options) for factory in factories)
@@ -90,8 +81,7 @@ def cascade_draft(
   """Return a draft that runs several drafts in sequence, usually from expensive to cheap.
 
   Args:
-    target: target of the pair.
-    drafts: functions that load the drafts, in the order in which they propose.
+    drafts: drafts in the order in which they propose.
     gammas: number of draft tokens of each draft except the last one, which proposes the rest.
 
   Raises:
@@ -107,9 +97,7 @@ def cascade_draft(
     require_count("gamma", gamma)
   factories = [draft(target) for draft in drafts]
 
-  def build(
-    sampling: Sampling, tree: AnyTree, options: DraftOptions = DraftOptions()
-  ) -> CascadeDraft:
+  def build(sampling: Sampling, tree: AnyTree, options=DraftOptions()) -> CascadeDraft:
     require_chain("a cascade", tree)
     built, missing = [], tree.depth
     for factory, gamma in zip(factories, (*gammas, tree.depth)):
@@ -134,8 +122,6 @@ def tree_draft(
   """Return a draft that proposes a tree of depth gamma in place of a chain of length gamma.
 
   Args:
-    target: target of the pair.
-    draft: function that loads a draft that proposes trees.
     widths: number of children of each node at depth 0, 1, ...; nodes at depths past the end of
       `widths` have one child.
     num_guesses: number of draft tokens of a dynamic tree, to be given instead of `widths`. For
@@ -154,7 +140,7 @@ def tree_draft(
 
   factory = draft(target)
 
-  def build(sampling: Sampling, tree: AnyTree, options: DraftOptions = DraftOptions()) -> Draft:
+  def build(sampling: Sampling, tree: AnyTree, options=DraftOptions()) -> Draft:
     return factory.build(sampling, shape(tree.depth), options)
 
   size = f"tree of {num_guesses}" if num_guesses else f"tree {'x'.join(map(str, widths))}"
@@ -170,9 +156,7 @@ def prompt_lookup_or_ngrams(
   """
   factories = prompt_lookup(target, max_ngram), backoff_ngrams(target, path, order)
 
-  def build(
-    sampling: Sampling, tree: AnyTree, options: DraftOptions = DraftOptions()
-  ) -> FallbackDraft:
+  def build(sampling: Sampling, tree: AnyTree, options=DraftOptions()) -> FallbackDraft:
     return FallbackDraft(tuple(factory.build(sampling, tree, options) for factory in factories))
 
   name = "-or-".join(factory.name for factory in factories)
@@ -185,17 +169,13 @@ def stopping_draft(
   """Return a draft model that proposes up to gamma tokens, and stops early if it is not confident.
 
   Args:
-    target: target of the pair.
-    draft: function that loads the draft model.
     threshold: see `StoppingDraft`.
     goal: acceptance rate that the threshold is adapted to (`AdaptiveStoppingDraft`); None for a
       constant threshold.
   """
   model = draft(target)
 
-  def build(
-    sampling: Sampling, tree: AnyTree, options: DraftOptions = DraftOptions()
-  ) -> StoppingDraft:
+  def build(sampling: Sampling, tree: AnyTree, options=DraftOptions()) -> StoppingDraft:
     built: Any = model.build(sampling, tree, options)  # a `ModelDraft`
     if goal is None:
       return StoppingDraft(built, threshold)
@@ -210,17 +190,11 @@ def stopping_draft(
 def stop_at_miss_draft(target: LoadedTarget, draft: LoadsDraft) -> DraftFactory:
   """Return a draft that ends its proposal where `draft` has no token (`StopAtMissDraft`).
 
-  gamma is the maximum number of draft tokens.
-
-  Args:
-    target: target of the pair.
-    draft: function that loads a draft that selects its tokens deterministically.
+  gamma is the maximum number of draft tokens. `draft` selects its tokens deterministically.
   """
   factory = draft(target)
 
-  def build(
-    sampling: Sampling, tree: AnyTree, options: DraftOptions = DraftOptions()
-  ) -> StopAtMissDraft:
+  def build(sampling: Sampling, tree: AnyTree, options=DraftOptions()) -> StopAtMissDraft:
     return StopAtMissDraft(factory.build(sampling, tree, options))
 
   return factory._replace(name=f"{factory.name}, as far as known", build=build, path=None)
@@ -232,8 +206,6 @@ def recycling_draft(
   """Return a draft that also proposes the rest of the rejected proposal before it (SpecASR).
 
   Args:
-    target: target of the pair.
-    draft: function that loads a draft that proposes chains.
     num_recycled: maximum number of recycled tokens. By default, and at most, it is gamma - 1, the
       number of tokens that may follow a rejected one.
   """
@@ -241,9 +213,7 @@ def recycling_draft(
     require_count("num_recycled", num_recycled)
   factory = draft(target)
 
-  def build(
-    sampling: Sampling, tree: AnyTree, options: DraftOptions = DraftOptions()
-  ) -> RecyclingDraft:
+  def build(sampling: Sampling, tree: AnyTree, options=DraftOptions()) -> RecyclingDraft:
     rest = tree.depth - 1
     count = rest if num_recycled is None else min(num_recycled, rest)
     draft = factory.build(sampling, tree, _rereading(options, tree.depth + 1))
@@ -281,21 +251,14 @@ def draft_sampling(
 ) -> DraftFactory:
   """Return a draft with a sampling method of its own (Section 6). Decoding is exact for any q.
 
-  If the target's temperature is 0, the draft uses the target's sampling method.
-
-  Args:
-    target: target of the pair.
-    draft: function that loads a draft that samples its tokens.
-    temperature: temperature of the draft; None to use the target's temperature.
-    top_k: top_k of the draft; None to use the target's top_k.
-    top_p: top_p of the draft; None to use the target's top_p.
+  Settings that are None are the target's. If the target's temperature is 0, all of them are.
   """
   settings = {"temperature": temperature, "top_k": top_k, "top_p": top_p}
   given: dict[str, Any] = {name: value for name, value in settings.items() if value is not None}
   Sampling(**given)  # raises for invalid values before a model is loaded
   factory = draft(target)
 
-  def build(sampling: Sampling, tree: AnyTree, options: DraftOptions = DraftOptions()) -> Draft:
+  def build(sampling: Sampling, tree: AnyTree, options=DraftOptions()) -> Draft:
     # At temperature 0 the most probable token is the best guess for any q.
     draft_sampling = dataclasses.replace(sampling, **given) if not sampling.is_argmax else sampling
     return factory.build(draft_sampling, tree, options)

@@ -40,9 +40,7 @@ def layer_skip(target: LoadedTarget, layers: Sequence[int]) -> DraftFactory:
   require_layers(layers, target_config.num_decoder_layers)
   config, params = of_layers(target_config, target.params, layers)
 
-  def build(
-    sampling: Sampling, tree: AnyTree, options: DraftOptions = DraftOptions()
-  ) -> LayerSkipDraft:
+  def build(sampling: Sampling, tree: AnyTree, options=DraftOptions()) -> LayerSkipDraft:
     tree = require_static("layer skipping", tree)
     return LayerSkipDraft(ModelDraft(model_of(config), sampling, tree, options), tuple(layers))
 

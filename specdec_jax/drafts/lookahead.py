@@ -32,9 +32,7 @@ def lookahead(target: LoadedTarget, window: int = 5, num_guesses: int = 5) -> Dr
   `DraftFactory.build` must be given a chain, whose gamma is the number of draft tokens per n-gram.
   """
 
-  def build(
-    sampling: Sampling, tree: AnyTree, options: DraftOptions = DraftOptions()
-  ) -> LookaheadDraft:
+  def build(sampling: Sampling, tree: AnyTree, options=DraftOptions()) -> LookaheadDraft:
     require_chain("lookahead decoding", tree)
     return LookaheadDraft(len(target.vocabulary), tree.depth, window, num_guesses)
 

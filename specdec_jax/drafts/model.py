@@ -105,12 +105,8 @@ class ModelDraft(Draft):
     if self.tree.is_chain:
       return self._propose_chain(params, cache, context, logits, rng)
 
-    def extend_level(
-      cache: Any, tokens: Int[Array, "B M"], level: int, parents: list[int]
-    ) -> tuple[Float[Array, "B M V"], Any]:
-      logits, _, cache = self.model.extend(
-        params, cache, tokens, self.tree, self.tree.levels[level - 1][0]
-      )
+    def extend_level(cache: Any, tokens: Array, parents: list[int], level: int, tree: Tree):
+      logits, _, cache = self.model.extend(params, cache, tokens, tree, tree.levels[level - 1][0])
       return logits, cache
 
     return draft_tree(self, logits[:, None], extend_level, cache, context, rng)
@@ -175,7 +171,7 @@ def depth_keys(
 def draft_tree(
   draft: Any,
   logits: Float[Array, "B 1 V"],
-  extend_level: Callable[[Any, Array, int, list[int]], tuple[Array, Any]],
+  extend_level: Callable[..., tuple[Array, Any]],
   carry: Any,
   context: Context,
   rng: Key[Array, " B"],
@@ -185,8 +181,8 @@ def draft_tree(
   Args:
     draft: draft with `tree`, `sampling` and `options`.
     logits: logits at the last committed token.
-    extend_level: function that processes a level of the tree. It takes (carry, tokens [B, M] of the
-      level, its depth, parents) and returns (logits [B, M, V] after each token, new carry).
+    extend_level: function that processes a level of the tree. It takes (carry, tokens [B, M],
+      parents, level from 1, tree) and returns (logits [B, M, V] after each token, new carry).
       `parents` are indices into the level above. The last level is not processed.
     carry: value that `extend_level` receives for level 1.
     context: context of the round.
@@ -215,7 +211,7 @@ def draft_tree(
     q.append(level_q)
     if last < tree.num_nodes:
       parents = [parent - above for parent in tree.parents[first - 1 : last - 1]]
-      logits, carry = extend_level(carry, level_tokens, level, parents)
+      logits, carry = extend_level(carry, level_tokens, parents, level, tree)
     above = first
   return Proposal(jnp.concatenate(tokens, axis=1), jnp.concatenate(q, axis=1)), carry
 

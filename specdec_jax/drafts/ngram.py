@@ -38,9 +38,7 @@ def _ngram(name: str, order: int, vocabulary: Vocabulary, path: str) -> DraftFac
   rows, start_id = map(vocabulary.encode, read_lines(path)), vocabulary.start_id
   counts = fit_ngrams(rows, len(vocabulary), start_id=start_id)
 
-  def build(
-    sampling: Sampling, tree: AnyTree, options: DraftOptions = DraftOptions()
-  ) -> NgramDraft:
+  def build(sampling: Sampling, tree: AnyTree, options=DraftOptions()) -> NgramDraft:
     return NgramDraft(order, len(vocabulary), sampling, tree)
 
   return DraftFactory(name, build, counts)

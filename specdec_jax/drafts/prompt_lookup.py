@@ -26,9 +26,7 @@ def prompt_lookup(
   """Return a draft that uses prompt lookup; see `PromptLookupDraft`."""
   vocab_size = len(target.vocabulary)
 
-  def build(
-    sampling: Sampling, tree: AnyTree, options: DraftOptions = DraftOptions()
-  ) -> PromptLookupDraft:
+  def build(sampling: Sampling, tree: AnyTree, options=DraftOptions()) -> PromptLookupDraft:
     return PromptLookupDraft(vocab_size, tree, max_ngram, tokens_per_match, from_start)
 
   limit = "" if tokens_per_match is None else f"x{tokens_per_match}"

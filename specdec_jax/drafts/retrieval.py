@@ -81,9 +81,7 @@ def retrieval(
     lines = [] if path is None else read_lines(path)
     store = build_datastore(map(vocabulary.encode, lines), vocabulary.start_id, capacity)
 
-  def build(
-    sampling: Sampling, tree: AnyTree, options: DraftOptions = DraftOptions()
-  ) -> RetrievalDraft:
+  def build(sampling: Sampling, tree: AnyTree, options=DraftOptions()) -> RetrievalDraft:
     return RetrievalDraft(tree, max_context, num_matches, tokens_per_match)
 
   limit = "" if tokens_per_match is None else f" x{tokens_per_match}"

@@ -18,9 +18,7 @@ def uniform(target: LoadedTarget) -> DraftFactory:
   """Return a draft that samples uniformly from the vocabulary of a target."""
   vocab_size = len(target.vocabulary)
 
-  def build(
-    sampling: Sampling, tree: AnyTree, options: DraftOptions = DraftOptions()
-  ) -> UniformDraft:
+  def build(sampling: Sampling, tree: AnyTree, options=DraftOptions()) -> UniformDraft:
     return UniformDraft(vocab_size, tree)
 
   return DraftFactory("uniform", build)

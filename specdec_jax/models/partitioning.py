@@ -250,9 +250,7 @@ def sharded(pair: Any, mesh: AnyMesh, rules: Rules = RULES, draft_rules: Rules =
   def put(params, rules, config=None):
     return jax.device_put(params, param_shardings(params, mesh, rules, config))
 
-  def build(
-    sampling: Sampling, tree: AnyTree, options: DraftOptions = DraftOptions()
-  ) -> PartitionedDraft:
+  def build(sampling: Sampling, tree: AnyTree, options=DraftOptions()) -> PartitionedDraft:
     return PartitionedDraft(pair.draft(sampling, tree, options), mesh, draft_rules)
 
   return pair._replace(

@@ -92,7 +92,7 @@ def head_factory(name: str, head: DraftHead, params: Any, target: LoadedTarget) 
   target_config = config_of(target.model)
   head.require_target(target_config)
 
-  def build(sampling: Sampling, tree: AnyTree, options: DraftOptions = DraftOptions()) -> Draft:
+  def build(sampling: Sampling, tree: AnyTree, options=DraftOptions()) -> Draft:
     return head.draft(target_config, sampling, tree, options)
 
   params = head.draft_params(target_config, params, target.params)

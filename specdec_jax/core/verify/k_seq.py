@@ -6,8 +6,8 @@ accepted, where each has its own u, uniform in [0, 1). The threshold rho in [1, 
 1 - (1 - beta)^K = rho beta with beta = sum_x min(q(x), p(x) / rho). If all are rejected, the next
 token is sampled from p(x) - min(q(x), p(x) / rho) (1 - (1 - beta)^K) / beta, normalized.
 
-The method is exact for siblings that are sampled independently (`DraftOptions.independent_siblings`)
-and for chains, where it is Algorithm 1. It is not exact for siblings sampled without replacement.
+The method is exact for siblings that are sampled independently (`Draft.independent_siblings`) and
+for chains, where it is Algorithm 1. It is not exact for siblings sampled without replacement.
 """
 
 import dataclasses

@@ -114,7 +114,7 @@ class DraftHead(TransformerConfig, abc.ABC):
 
   @abc.abstractmethod
   def draft(
-    self, target: Config, sampling: Sampling, tree: AnyTree, options: DraftOptions = DraftOptions()
+    self, target: Config, sampling: Sampling, tree: AnyTree, options: DraftOptions
   ) -> Draft:
     """Return the draft that proposes with this head for a target.
 

@@ -35,7 +35,6 @@ from specdec_jax.drafts.heads.base import (
   DraftLogits,
   TargetOutputs,
   gather_positions,
-  require_depth,
   round_positions,
 )
 from specdec_jax.drafts.heads.stateless import LevelwiseDraft
@@ -169,25 +168,7 @@ class DrafterDraft(LevelwiseDraft):
   All nodes of one depth of the tree have the logits of the same placeholder. The pass covers all
   placeholders that the head was trained with, because they attend to each other. The parameters are
   those of the head, and the state is its cache.
-
-  Attributes:
-    head: the head.
-    sampling, tree, width, options: see `LevelwiseDraft`.
-
-  Raises:
-    InputError: the tree is deeper than the head can propose, or a dynamic tree has more draft
-      tokens than there are candidates.
   """
-
-  head: "DrafterHead"
-  sampling: Sampling
-  tree: AnyTree
-  width: int
-  options: DraftOptions = DraftOptions()
-
-  def __post_init__(self):
-    require_depth(self.head.gamma, self.tree.depth)
-    super().__post_init__()
 
   @property
   def reread(self) -> int:
@@ -236,6 +217,7 @@ class DrafterHead(DraftHead):
   kind: str = "drafter"
   gamma: int = 8
   num_encoder_layers: int = 4
+  any_depth = False
   needs_encoder = True
 
   @property
@@ -247,9 +229,9 @@ class DrafterHead(DraftHead):
     return self.module.init(rng, tokens, tokens, tokens, method="after_anchors")["params"]
 
   def draft(
-    self, target: Config, sampling: Sampling, tree: AnyTree, options: DraftOptions = DraftOptions()
+    self, target: Config, sampling: Sampling, tree: AnyTree, options: DraftOptions
   ) -> DrafterDraft:
-    return DrafterDraft(self, sampling, tree, min(8, self.vocab_size), options)
+    return DrafterDraft(self, sampling, tree, options)
 
   def training_logits(self, target: Config, stride: int) -> DraftLogits:
     """Return the function that computes the logits of the placeholders of each anchor.
@@ -259,9 +241,7 @@ class DrafterHead(DraftHead):
     """
     module = self.module
 
-    def draft_logits(
-      params: Any, frozen: Any, outputs: TargetOutputs
-    ) -> tuple[Float[Array, "B A N V"], Int[Array, "B A N"]]:
+    def draft_logits(params: Any, frozen: Any, outputs: TargetOutputs) -> tuple[Array, Array]:
       def logits_of(shown: Int[Array, "B A N"] | None) -> Float[Array, "B A N V"]:
         source, inputs, anchors = outputs.source, outputs.inputs, positions[..., 0]
         variables = {"params": params}

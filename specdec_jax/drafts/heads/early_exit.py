@@ -85,7 +85,7 @@ class EarlyExitHead(DraftHead):
     return ResidualBlocks(self).init(rng, jnp.zeros((1, self.state_dim)))["params"]
 
   def draft(
-    self, target: Config, sampling: Sampling, tree: AnyTree, options: DraftOptions = DraftOptions()
+    self, target: Config, sampling: Sampling, tree: AnyTree, options: DraftOptions
   ) -> LayerSkipDraft:
     exit_target = dataclasses.replace(target, num_decoder_layers=len(self.layers))
     model = EarlyExitModel(model_of(exit_target), self)
@@ -100,9 +100,7 @@ class EarlyExitHead(DraftHead):
     require_layers(self.layers, target.num_decoder_layers)
 
   def training_logits(self, target: Config, stride: int) -> DraftLogits:
-    def draft_logits(
-      params: Any, frozen: Any, outputs: TargetOutputs
-    ) -> tuple[Float[Array, "B T 1 V"], Int[Array, "B T 1"]]:
+    def draft_logits(params: Any, frozen: Any, outputs: TargetOutputs) -> tuple[Array, Array]:
       exit_config, exit_params = of_layers(target, frozen, self.layers)
       model = EarlyExitModel(model_of(exit_config), self)
       cache = cache_of_layers(outputs.cache, self.layers)

@@ -5,14 +5,9 @@ the block into logits. A draft token does not depend on the draft tokens before 
 """
 
 import dataclasses
-from collections.abc import Callable
-from typing import Any
 
 import jax.numpy as jnp
-from jax import Array
-from jaxtyping import Float, Int
 
-from specdec_jax.drafts.heads.base import Source
 from specdec_jax.drafts.heads.stateless import ResidualBlocks, StatelessHead, StatelessModule
 
 
@@ -22,24 +17,10 @@ class MedusaModule(StatelessModule):
   def setup(self):
     self.head = ResidualBlocks(self.config, self.config.gamma)
 
-  def begin(
-    self,
-    hidden: Float[Array, "B E"],
-    last_token: Int[Array, " B"],
-    depth: int,
-    source: Source,
-    project: Callable[[Array], Array],
-  ) -> tuple[Any, Float[Array, "B 1 d"]]:
+  def begin(self, hidden, last_token, depth, source, project):
     return project(self.head(hidden)[:, :depth]), jnp.zeros((len(hidden), 1, 0))
 
-  def step(
-    self,
-    plan: Any,
-    state: Float[Array, "B M d"],
-    level: int,
-    previous: Int[Array, "B M"],
-    source: Source,
-  ) -> tuple[Float[Array, "B M V"], Float[Array, "B M d_out"]]:
+  def step(self, plan, state, level, previous, source):
     logits = jnp.broadcast_to(plan[:, level, None], (*previous.shape, plan.shape[-1]))
     return logits, jnp.zeros((*previous.shape, 0))
 

@@ -12,7 +12,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import Array
-from jaxtyping import Float, Int, Key
+from jaxtyping import Key
 
 from specdec_jax.core.arrays import gather
 from specdec_jax.core.processors import process, text_prefixes
@@ -100,7 +100,7 @@ class PassHead(DraftHead):
     return {"embeddings": jax.random.normal(rng, (self.gamma - 1, self.state_dim))}
 
   def draft(
-    self, target: Config, sampling: Sampling, tree: AnyTree, options: DraftOptions = DraftOptions()
+    self, target: Config, sampling: Sampling, tree: AnyTree, options: DraftOptions
   ) -> PaSSDraft:
     return PaSSDraft(self, target, sampling, self.require_static(tree), options)
 
@@ -115,9 +115,7 @@ class PassHead(DraftHead):
     """
     target_module, model, gamma = module_of(target), model_of(target), self.gamma
 
-    def draft_logits(
-      params: Any, frozen: Any, outputs: TargetOutputs
-    ) -> tuple[Float[Array, "B 1 N V"], Int[Array, "B 1 N"]]:
+    def draft_logits(params: Any, frozen: Any, outputs: TargetOutputs) -> tuple[Array, Array]:
       batch, _ = outputs.inputs.shape
       # The number of non-padding inputs. For T5, whose first input is 0, it is the position of the
       # last input.

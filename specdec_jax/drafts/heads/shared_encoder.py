@@ -99,7 +99,7 @@ class SharedEncoderHead(DraftHead):
     return self.module.init(rng, tokens, hidden, tokens, cross, bias, method="after_each")["params"]
 
   def draft(
-    self, target: Config, sampling: Sampling, tree: AnyTree, options: DraftOptions = DraftOptions()
+    self, target: Config, sampling: Sampling, tree: AnyTree, options: DraftOptions
   ) -> Draft:
     model = SharedEncoderModel(self.t5, self)
     if self.kind == "features" and isinstance(tree, DynamicTree):
@@ -115,9 +115,7 @@ class SharedEncoderHead(DraftHead):
     without offsets have no anchors.
     """
 
-    def draft_logits(
-      params: Any, frozen: Any, outputs: TargetOutputs
-    ) -> tuple[Float[Array, "B T 1 V"], Int[Array, "B T 1"]]:
+    def draft_logits(params: Any, frozen: Any, outputs: TargetOutputs) -> tuple[Array, Array]:
       shape = outputs.inputs.shape
       positions = jnp.arange(shape[1])
       is_anchor = jnp.broadcast_to(positions % stride == 0, shape)

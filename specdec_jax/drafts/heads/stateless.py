@@ -39,17 +39,17 @@ from specdec_jax.drafts.model import draft_tree
 from specdec_jax.models.families import Config, module_of
 from specdec_jax.models.layers import Attention, Dense, Mlp, norm
 
+WIDTH = 8  # see `LevelwiseDraft`
+
 
 class StatelessModule(nn.Module):
   """Flax module of a draft head without a cache.
 
   Attributes:
     config: the draft head.
-    any_depth: whether the module can propose more than `config.gamma` consecutive tokens.
   """
 
   config: "StatelessHead"
-  any_depth: ClassVar[bool] = False
 
   @abc.abstractmethod
   def begin(
@@ -138,29 +138,39 @@ class SourceLayer(nn.Module):
     return x + Mlp(self.config, name="mlp")(norm(self.config)(x))
 
 
+@dataclasses.dataclass(frozen=True)
 class LevelwiseDraft(Draft):
   """A draft that proposes level by level with a learned head.
 
-  It proposes a static tree, whose siblings are sampled without replacement, or a dynamic tree.
+  It proposes a static tree, whose siblings are sampled, or a dynamic tree, for which the head
+  processes WIDTH nodes per level, and WIDTH children of each of them are candidates.
 
   Attributes:
+    head: the draft head.
     sampling: sampling method, which turns logits into q.
     tree: tree of the proposals.
-    width: for a dynamic tree, number of nodes per level that the head processes, and number of
-      children of each such node that become candidates.
     options: see `DraftOptions`.
 
   Raises:
-    InputError: a dynamic tree has more draft tokens than there are candidates.
+    InputError: the tree is deeper than the head can propose, or a dynamic tree has more draft
+      tokens than there are candidates.
   """
 
+  head: Any
   sampling: Sampling
-  width: int
+  tree: AnyTree
   options: DraftOptions
 
   def __post_init__(self):
+    if not self.head.any_depth:
+      require_depth(self.head.gamma, self.tree.depth)
     if isinstance(self.tree, DynamicTree):
       require_candidates(self.tree, self.width)
+
+  @property
+  def width(self) -> int:
+    """Number of nodes per level of a dynamic tree, and of their children that are candidates."""
+    return min(WIDTH, self.head.vocab_size)
 
   @property
   def independent_siblings(self) -> bool:  # type: ignore[override]
@@ -183,25 +193,15 @@ class LevelwiseDraft(Draft):
       context: context of the round.
       rng: one key per row.
     """
+    select: Callable[..., Array] = gather if isinstance(self.tree, DynamicTree) else take
 
-    def extend_level(
-      states: Array, tokens: Int[Array, "B M"], level: int, parents: list[int]
-    ) -> tuple[Float[Array, "B M V"], Array]:
-      return step(take(states, parents), level, tokens)
-
-    def extend_dynamic_level(
-      states: Array,
-      tokens: Int[Array, "B M"],
-      parents: Int[Array, "B M"],
-      level: int,
-      drafted: DynamicTree,
-    ) -> tuple[Float[Array, "B M V"], Array]:
-      return step(gather(states, parents), level, tokens)
+    def extend_level(states: Array, tokens: Array, parents: Any, level: int, tree: AnyTree):
+      return step(select(states, parents), level, tokens)
 
     logits, states = step(states, 0, context.last_token[:, None])
     if isinstance(self.tree, DynamicTree):
       processors = self.options.processors
-      inputs = logits[:, 0], extend_dynamic_level, states, context, processors
+      inputs = logits[:, 0], extend_level, states, context, processors
       return grow(self.tree, self.width, *inputs)[0]
     return draft_tree(self, logits, extend_level, states, context, rng)[0]
 
@@ -214,26 +214,10 @@ class SpeculatorDraft(LevelwiseDraft):
   logits).
 
   Attributes:
-    head: the head.
     target: configuration of the target.
-    sampling, tree, width, options: see `LevelwiseDraft`.
-
-  Raises:
-    InputError: the tree is deeper than the head can propose, or a dynamic tree has more draft
-      tokens than there are candidates.
   """
 
-  head: "StatelessHead"
   target: Config
-  sampling: Sampling
-  tree: AnyTree
-  width: int = 8
-  options: DraftOptions = DraftOptions()
-
-  def __post_init__(self):
-    if not self.head.module_class.any_depth:
-      require_depth(self.head.gamma, self.tree.depth)
-    super().__post_init__()
 
   def propose(
     self, params: Any, state: Any, context: Context, rng: Key[Array, " B"]
@@ -279,10 +263,12 @@ class StatelessHead(DraftHead):
 
   Attributes:
     gamma: number of consecutive draft tokens that the head is trained for.
+    any_depth: whether the head can propose more than `gamma` consecutive draft tokens.
     module_class: class of the Flax module.
     uses_target_logits: whether the head computes its logits with the target's parameters.
   """
 
+  any_depth: ClassVar[bool] = False
   module_class: ClassVar[type[StatelessModule]]
   uses_target_logits: ClassVar[bool] = False
 
@@ -302,9 +288,9 @@ class StatelessHead(DraftHead):
     return self.module.init(rng, hidden, tokens, source, project)["params"]
 
   def draft(
-    self, target: Config, sampling: Sampling, tree: AnyTree, options: DraftOptions = DraftOptions()
+    self, target: Config, sampling: Sampling, tree: AnyTree, options: DraftOptions
   ) -> SpeculatorDraft:
-    return SpeculatorDraft(self, target, sampling, tree, min(8, self.vocab_size), options)
+    return SpeculatorDraft(self, sampling, tree, options, target)
 
   def draft_params(self, target: Config, params: Any, target_params: Any) -> Any:
     if not self.uses_target_logits:
@@ -319,9 +305,7 @@ class StatelessHead(DraftHead):
     """
     module, target_module = self.module, module_of(target)
 
-    def draft_logits(
-      params: Any, frozen: Any, outputs: TargetOutputs
-    ) -> tuple[Float[Array, "B A N V"], Int[Array, "B A N"]]:
+    def draft_logits(params: Any, frozen: Any, outputs: TargetOutputs) -> tuple[Array, Array]:
       positions = round_positions(outputs.inputs, outputs.rng, stride, self.gamma)
 
       def repeat_for_anchors(x: Array) -> Array:
