@@ -3,6 +3,7 @@
 
 import json
 import pathlib
+import tempfile
 
 import before
 from before import *  # noqa: F403
@@ -23,12 +24,12 @@ def read_checkpoint(path):
   fields = json.loads(file.read_text()) if file.exists() else {}
   if fields.get("family") != "speculator":
     return before.read_checkpoint(path)
-  copied = pathlib.Path(path).with_name(f"{pathlib.Path(path).name}_converted")
-  shutil.copytree(path, copied, dirs_exist_ok=True)  # noqa: F405
   fields |= {"family": "head", "offsets": fields["gamma"], "layers": fields["layers"] or []}
   if fields["kind"] == "early_exit":
     fields["layers"] = fields["layers"] or [*range(fields["exit_layers"])]
   known = HEADS[fields["kind"]].__dataclass_fields__.keys() | {"family", "vocabulary"}
   fields = {name: value for name, value in fields.items() if name in known}
-  (copied / "config.json").write_text(json.dumps(fields))
-  return before.read_checkpoint(str(copied))
+  with tempfile.TemporaryDirectory() as copied:
+    shutil.copytree(path, copied, dirs_exist_ok=True)  # noqa: F405
+    (pathlib.Path(copied) / "config.json").write_text(json.dumps(fields))
+    return before.read_checkpoint(copied)

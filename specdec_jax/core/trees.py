@@ -142,7 +142,7 @@ class Tree:
   @functools.cached_property
   def num_children(self) -> np.ndarray:
     """[K], number of children of each node."""
-    return np.bincount(self.parents, minlength=self.num_nodes)
+    return np.bincount(np.array(self.parents, np.int32), minlength=self.num_nodes)
 
   @property
   def row_depths(self) -> Int[Array, "1 K"]:
