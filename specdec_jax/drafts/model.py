@@ -111,20 +111,6 @@ class ModelDraft(Draft):
 
     return draft_tree(self, logits[:, None], extend_level, cache, context, rng)
 
-  def sample_next(
-    self, rng: Key[Array, " B"], context: Context, logits: Float[Array, "B V"]
-  ) -> tuple[Int[Array, " B"], Float[Array, "B V"], Int[Array, "B T"]]:
-    """Sample the token after the text of a context; return it, its q, and the extended text.
-
-    Only logits processors need that text. Without them, the text is returned without the token.
-    """
-    processors = self.options.processors
-    if processors:
-      logits = process(processors, logits[:, None], text_prefixes(context))[:, 0]
-    token, q = sample_logits(rng, logits, self.sampling, self.options.coupled)
-    text = context.with_tokens(token[:, None]).tokens if processors else context.tokens
-    return token, q, text
-
   def _propose_chain(
     self,
     params: Any,
@@ -136,14 +122,14 @@ class ModelDraft(Draft):
     """Sample a chain, one token at a time."""
     gamma = self.tree.depth
     keys = depth_keys(self.options, context, rng, gamma)
-    first, first_q, text = self.sample_next(keys[0], context, logits)
+    first, first_q, text = sample_next(self, keys[0], context, logits)
 
     def step(carry, node_and_key):
       cache, guess, text = carry
       node, key = node_and_key
       logits, _, cache = self.model.extend(params, cache, guess[:, None], self.tree, node)
       after = context._replace(tokens=text, length=context.length + node)
-      guess, q, text = self.sample_next(key, after, logits[:, 0])
+      guess, q, text = sample_next(self, key, after, logits[:, 0])
       return (cache, guess, text), (guess, q)
 
     nodes = jnp.arange(1, gamma)
@@ -166,6 +152,21 @@ def depth_keys(
     return split_rows(rng, depth)
   assert context.rng is not None
   return position_keys(context.rng, context.length, depth).T
+
+
+def sample_next(
+  draft: Any, rng: Key[Array, " B"], context: Context, logits: Float[Array, "B V"]
+) -> tuple[Int[Array, " B"], Float[Array, "B V"], Int[Array, "B T"]]:
+  """Sample the token after the text of a context; return it, its q, and the extended text.
+
+  `draft` has `sampling` and `options`. Only logits processors need the extended text. Without them,
+  the text is returned without the token.
+  """
+  processors, text = draft.options.processors, context.tokens
+  if processors:
+    logits = process(processors, logits[:, None], text_prefixes(context))[:, 0]
+  token, q = sample_logits(rng, logits, draft.sampling, draft.options.coupled)
+  return token, q, context.with_tokens(token[:, None]).tokens if processors else text
 
 
 def draft_tree(

@@ -17,7 +17,7 @@ from jaxtyping import Float, Key
 
 from specdec_jax.core.trees import Tree, require_chain
 from specdec_jax.core.types import Context, Outcome, Proposal, WrappedDraft
-from specdec_jax.drafts.model import ModelDraft, depth_keys
+from specdec_jax.drafts.model import ModelDraft, depth_keys, sample_next
 from specdec_jax.errors import InputError, require_number
 from specdec_jax.models.t5 import PAD_ID
 
@@ -66,7 +66,7 @@ class StoppingDraft(WrappedDraft):
     model, gamma = self.draft.model, self.tree.depth
     logits, cache = self.draft.start_round(params, state, context)
     keys = depth_keys(self.draft.options, context, rng, gamma)
-    first, first_q, text = self.draft.sample_next(keys[0], context, logits)
+    first, first_q, text = sample_next(self.draft, keys[0], context, logits)
     tokens = jnp.full((len(logits), gamma), -1).at[:, 0].set(first)
     q = jnp.zeros((*tokens.shape, logits.shape[-1])).at[:, 0].set(first_q)
 
@@ -78,7 +78,7 @@ class StoppingDraft(WrappedDraft):
       num_proposed, cache, guess, reach_probability, text, tokens, q = carry
       logits, _, cache = model.extend(params, cache, guess[:, None], self.tree, num_proposed)
       after = context._replace(tokens=text, length=context.length + num_proposed)
-      guess, guess_q, text = self.draft.sample_next(keys[num_proposed], after, logits[:, 0])
+      guess, guess_q, text = sample_next(self.draft, keys[num_proposed], after, logits[:, 0])
       continues = reach_probability >= threshold
       tokens = tokens.at[:, num_proposed].set(jnp.where(continues, guess, -1))
       q = q.at[:, num_proposed].set(jnp.where(continues[:, None], guess_q, 0.0))

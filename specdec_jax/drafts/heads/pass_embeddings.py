@@ -15,8 +15,7 @@ from jax import Array
 from jaxtyping import Key
 
 from specdec_jax.core.arrays import gather
-from specdec_jax.core.processors import process, text_prefixes
-from specdec_jax.core.sampling import Sampling, sample_logits
+from specdec_jax.core.sampling import Sampling
 from specdec_jax.core.trees import AnyTree, Tree, require_chain
 from specdec_jax.core.types import Context, Draft, DraftOptions, Proposal
 from specdec_jax.drafts.heads.base import (
@@ -26,7 +25,7 @@ from specdec_jax.drafts.heads.base import (
   require_depth,
 )
 from specdec_jax.drafts.layer_skip import text_cache
-from specdec_jax.drafts.model import depth_keys
+from specdec_jax.drafts.model import depth_keys, sample_next
 from specdec_jax.models.families import Config, model_of, module_of
 
 
@@ -69,13 +68,10 @@ class PaSSDraft(Draft):
     block = jnp.concatenate([embedded, ahead], axis=1).astype(self.target.activations)
     module, cache = module_of(self.target), text_cache(context)
     logits, _, _ = module.apply({"params": target_params}, cache, block, method="extend_embedded")
-    tokens, q, processors = [], [], self.options.processors
+    tokens, q = [], []
     for i, key in enumerate(depth_keys(self.options, context, rng, gamma)):
-      next_logits = logits[:, i]
-      if processors:
-        next_logits = process(processors, next_logits[:, None], text_prefixes(context))[:, 0]
-      token, token_q = sample_logits(key, next_logits, self.sampling, self.options.coupled)
-      context = context.with_tokens(token[:, None])
+      token, token_q, text = sample_next(self, key, context, logits[:, i])
+      context = context._replace(tokens=text, length=context.length + 1)
       tokens.append(token)
       q.append(token_q)
     return Proposal(jnp.stack(tokens, axis=1), jnp.stack(q, axis=1)), state
