@@ -20,10 +20,9 @@ from tiny import autoregressive_decode, speculative_decode
 
 from specdec_jax import batching
 from specdec_jax.core.decode import Decoder, NullDraft
-from specdec_jax.core.loading import DraftFactory
 from specdec_jax.core.sampling import Sampling
 from specdec_jax.core.trees import DynamicTree, Tree, branching, chain
-from specdec_jax.core.types import DraftOptions, Params
+from specdec_jax.core.types import DraftOptions, DraftSpec, Params
 from specdec_jax.core.verify.blocks import BlockVerifier
 from specdec_jax.core.verify.k_seq import KSeqVerifier
 from specdec_jax.core.verify.lossy import TopBetaVerifier, TypicalVerifier
@@ -49,10 +48,10 @@ from specdec_jax.drafts.retrieval import retrieval
 from specdec_jax.drafts.several import CascadeDraft, ForestDraft
 from specdec_jax.drafts.stopping import AdaptiveStoppingDraft, StopAtMissDraft, StoppingDraft
 from specdec_jax.drafts.uniform import uniform
+from specdec_jax.load import head_factory
 from specdec_jax.models.families import with_feature_layers
 from specdec_jax.models.gpt import GPTModel
 from specdec_jax.models.t5 import T5Model
-from specdec_jax.pairs import speculators
 
 V, LIMIT = 6, 10
 GREEDY, RANDOM, TOP_K = Sampling(temperature=0.0), Sampling(), Sampling(top_k=3)
@@ -177,7 +176,7 @@ def independent(models: Models, sampling: Sampling, tree: Tree):
   return ModelDraft(models.draft, sampling, tree, INDEPENDENT), models.draft_params
 
 
-def drafted(make: Callable[..., DraftFactory], *settings: Any):
+def drafted(make: Callable[..., DraftSpec], *settings: Any):
   """Return a draft as users pass it to `load_pair`, for a vocabulary whose texts are token ids."""
   vocabulary = mock.MagicMock(Vocabulary, __len__=lambda vocabulary: V, start_id=0)
   vocabulary.encode = lambda text: [*map(int, text.split()), 1]
@@ -259,9 +258,7 @@ def learned(kind: str, layers: tuple[int, ...] | None = None):
     settings = dict(gamma=4, offsets=4, layers=layers)
     head = new_head(models.target.config, kind, **settings, **sizes)
     own = tiny_pair.random_params(head, 1)
-    made = speculators.head_factory(
-      kind, head, own, tiny.loaded(None, models.target, models.params)
-    )
+    made = head_factory(kind, head, own, tiny.loaded(None, models.target, models.params))
     return made.build(sampling, tree), made.params
 
   return draft

@@ -1,15 +1,14 @@
 """Functions that load drafts composed of other drafts.
 
 To give such a function to `load_pair`, bind all of its arguments except `target`. The arguments
-`draft`, `drafts` and `inner` load drafts: they are functions from a `LoadedTarget` to a
-`DraftFactory`, such as `checkpoint_draft`, or functions of this module with bound arguments.
+`draft`, `drafts` and `inner` load drafts: they are functions from a `Loaded` to a `DraftSpec`, such
+as `checkpoint_draft`, or functions of this module with bound arguments.
 """
 
 import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from specdec_jax.core.loading import BuildDraft, DraftFactory, LoadedTarget
 from specdec_jax.core.sampling import Sampling
 from specdec_jax.core.trees import (
   AnyTree,
@@ -19,7 +18,7 @@ from specdec_jax.core.trees import (
   require_chain,
   require_static,
 )
-from specdec_jax.core.types import Draft, DraftOptions
+from specdec_jax.core.types import BuildDraft, Draft, DraftOptions, DraftSpec, Loaded
 from specdec_jax.drafts.backoff import backoff_ngrams
 from specdec_jax.drafts.hierarchical import HierarchicalDraft
 from specdec_jax.drafts.prompt_lookup import prompt_lookup
@@ -28,12 +27,12 @@ from specdec_jax.drafts.several import CascadeDraft, FallbackDraft, ForestDraft
 from specdec_jax.drafts.stopping import AdaptiveStoppingDraft, StopAtMissDraft, StoppingDraft
 from specdec_jax.errors import InputError, require_count, shown
 
-LoadsDraft = Callable[[LoadedTarget], DraftFactory]
+LoadsDraft = Callable[[Loaded], DraftSpec]
 
 
 def hierarchical_draft(
-  target: LoadedTarget, draft: LoadsDraft, inner: LoadsDraft, inner_gamma: int = 3
-) -> DraftFactory:
+  target: Loaded, draft: LoadsDraft, inner: LoadsDraft, inner_gamma: int = 3
+) -> DraftSpec:
   """Return a draft whose model is itself decoded speculatively with a cheaper draft (Section 6).
 
   Args:
@@ -57,7 +56,7 @@ def hierarchical_draft(
   return _joined(f"{model.name} by {cheaper.name}", build, [model, cheaper])
 
 
-def forest_draft(target: LoadedTarget, drafts: Sequence[LoadsDraft]) -> DraftFactory:
+def forest_draft(target: Loaded, drafts: Sequence[LoadsDraft]) -> DraftSpec:
   """Return a draft that joins the proposals of several drafts in one tree (SpecInfer).
 
   Each draft proposes the whole tree or chain that is requested. If a draft is given twice, it is
@@ -75,9 +74,7 @@ def forest_draft(target: LoadedTarget, drafts: Sequence[LoadsDraft]) -> DraftFac
   return _joined(name, build, factories)
 
 
-def cascade_draft(
-  target: LoadedTarget, drafts: Sequence[LoadsDraft], gammas: Sequence[int]
-) -> DraftFactory:
+def cascade_draft(target: Loaded, drafts: Sequence[LoadsDraft], gammas: Sequence[int]) -> DraftSpec:
   """Return a draft that runs several drafts in sequence, usually from expensive to cheap.
 
   Args:
@@ -114,11 +111,11 @@ def cascade_draft(
 
 
 def tree_draft(
-  target: LoadedTarget,
+  target: Loaded,
   draft: LoadsDraft,
   widths: Sequence[int] = (),
   num_guesses: int | None = None,
-) -> DraftFactory:
+) -> DraftSpec:
   """Return a draft that proposes a tree of depth gamma in place of a chain of length gamma.
 
   Args:
@@ -144,12 +141,12 @@ def tree_draft(
     return factory.build(sampling, shape(tree.depth), options)
 
   size = f"tree of {num_guesses}" if num_guesses else f"tree {'x'.join(map(str, widths))}"
-  return factory._replace(name=f"{factory.name}, {size}", build=build, path=None)
+  return dataclasses.replace(factory, name=f"{factory.name}, {size}", build=build, path=None)
 
 
 def prompt_lookup_or_ngrams(
-  target: LoadedTarget, path: str, max_ngram: int = 3, order: int = 4
-) -> DraftFactory:
+  target: Loaded, path: str, max_ngram: int = 3, order: int = 4
+) -> DraftSpec:
   """Return a draft that uses prompt lookup and falls back to n-grams with back-off.
 
   The arguments are those of `prompt_lookup` and `backoff_ngrams`.
@@ -160,12 +157,12 @@ def prompt_lookup_or_ngrams(
     return FallbackDraft(tuple(factory.build(sampling, tree, options) for factory in factories))
 
   name = "-or-".join(factory.name for factory in factories)
-  return DraftFactory(name, build, tuple(factory.params for factory in factories))
+  return DraftSpec(name, build, tuple(factory.params for factory in factories))
 
 
 def stopping_draft(
-  target: LoadedTarget, draft: LoadsDraft, threshold: float, goal: float | None = None
-) -> DraftFactory:
+  target: Loaded, draft: LoadsDraft, threshold: float, goal: float | None = None
+) -> DraftSpec:
   """Return a draft model that proposes up to gamma tokens, and stops early if it is not confident.
 
   Args:
@@ -184,10 +181,10 @@ def stopping_draft(
   rule = f"stops below {threshold:g}"
   if goal is not None:
     rule = f"stops for a rate of {goal:g}"
-  return model._replace(name=f"{model.name} ({rule})", build=build, path=None)
+  return dataclasses.replace(model, name=f"{model.name} ({rule})", build=build, path=None)
 
 
-def stop_at_miss_draft(target: LoadedTarget, draft: LoadsDraft) -> DraftFactory:
+def stop_at_miss_draft(target: Loaded, draft: LoadsDraft) -> DraftSpec:
   """Return a draft that ends its proposal where `draft` has no token (`StopAtMissDraft`).
 
   gamma is the maximum number of draft tokens. `draft` selects its tokens deterministically.
@@ -197,12 +194,14 @@ def stop_at_miss_draft(target: LoadedTarget, draft: LoadsDraft) -> DraftFactory:
   def build(sampling: Sampling, tree: AnyTree, options=DraftOptions()) -> StopAtMissDraft:
     return StopAtMissDraft(factory.build(sampling, tree, options))
 
-  return factory._replace(name=f"{factory.name}, as far as known", build=build, path=None)
+  return dataclasses.replace(
+    factory, name=f"{factory.name}, as far as known", build=build, path=None
+  )
 
 
 def recycling_draft(
-  target: LoadedTarget, draft: LoadsDraft, num_recycled: int | None = None
-) -> DraftFactory:
+  target: Loaded, draft: LoadsDraft, num_recycled: int | None = None
+) -> DraftSpec:
   """Return a draft that also proposes the rest of the rejected proposal before it (SpecASR).
 
   Args:
@@ -219,7 +218,7 @@ def recycling_draft(
     draft = factory.build(sampling, tree, _rereading(options, tree.depth + 1))
     return RecyclingDraft(draft, count, len(target.vocabulary))
 
-  return factory._replace(name=f"{factory.name}, recycled", build=build, path=None)
+  return dataclasses.replace(factory, name=f"{factory.name}, recycled", build=build, path=None)
 
 
 def _rereading(options: DraftOptions, num_tokens: int) -> DraftOptions:
@@ -227,28 +226,28 @@ def _rereading(options: DraftOptions, num_tokens: int) -> DraftOptions:
   return dataclasses.replace(options, reread=max(options.reread, num_tokens))
 
 
-def _joined(name: str, build: BuildDraft, factories: Sequence[DraftFactory]) -> DraftFactory:
+def _joined(name: str, build: BuildDraft, factories: Sequence[DraftSpec]) -> DraftSpec:
   """Return the draft factory of several drafts.
 
   Raises:
     InputError: a draft reads outputs of layers of the target.
   """
   for factory in factories:
-    if factory.feature_layers:
+    if factory.features:
       raise InputError(
         f"{factory.name} reads the outputs of several layers of the target and cannot be joined "
         "with another draft."
       )
-  return DraftFactory(name, build, tuple(factory.params for factory in factories))
+  return DraftSpec(name, build, tuple(factory.params for factory in factories))
 
 
 def draft_sampling(
-  target: LoadedTarget,
+  target: Loaded,
   draft: LoadsDraft,
   temperature: float | None = None,
   top_k: int | None = None,
   top_p: float | None = None,
-) -> DraftFactory:
+) -> DraftSpec:
   """Return a draft with a sampling method of its own (Section 6). Decoding is exact for any q.
 
   Settings that are None are the target's. If the target's temperature is 0, all of them are.
@@ -268,4 +267,4 @@ def draft_sampling(
     for name, value in given.items()
   )
   name = f"{factory.name} ({words})" if words else factory.name
-  return factory._replace(name=name, build=build, path=None)
+  return dataclasses.replace(factory, name=name, build=build, path=None)

@@ -13,10 +13,18 @@ import jax.numpy as jnp
 from jax import Array
 from jaxtyping import Float, Int, Key
 
-from specdec_jax.core.loading import DraftFactory, LoadedTarget
 from specdec_jax.core.sampling import Sampling
 from specdec_jax.core.trees import AnyTree, NodePlacement, require_static
-from specdec_jax.core.types import Context, DraftOptions, Model, Outcome, Proposal, WrappedDraft
+from specdec_jax.core.types import (
+  Context,
+  DraftOptions,
+  DraftSpec,
+  Loaded,
+  Model,
+  Outcome,
+  Proposal,
+  WrappedDraft,
+)
 from specdec_jax.drafts.model import ModelDraft
 from specdec_jax.errors import InputError
 from specdec_jax.models.families import Config, model_of
@@ -25,7 +33,7 @@ from specdec_jax.models.simulated import unwrapped, unwrapped_cache
 from specdec_jax.models.t5 import T5Model
 
 
-def layer_skip(target: LoadedTarget, layers: Sequence[int]) -> DraftFactory:
+def layer_skip(target: Loaded, layers: Sequence[int]) -> DraftSpec:
   """Return a draft from some decoder layers of the target, its final norm and output projection.
 
   Args:
@@ -44,7 +52,7 @@ def layer_skip(target: LoadedTarget, layers: Sequence[int]) -> DraftFactory:
     tree = require_static("layer skipping", tree)
     return LayerSkipDraft(ModelDraft(model_of(config), sampling, tree, options), tuple(layers))
 
-  return DraftFactory(f"layers {','.join(map(str, layers))}", build, params)
+  return DraftSpec(f"layers {','.join(map(str, layers))}", build, params)
 
 
 def decoder_of(target: Model) -> T5Model | GPTModel:

@@ -140,7 +140,8 @@ def test_missing_backends_are_named_and_the_others_are_measured(tmp_path, capsys
   def pair_twice(folder):
     """The second pair is the first pair under a different name of its kernels."""
     comparison = trained(folder)
-    return comparison._replace(pairs=(comparison.pair, comparison.pair._replace(kernels="again")))
+    again = tiny_pair.changed(comparison.pair, params=comparison.pair.target.params)
+    return comparison._replace(pairs=(comparison.pair, again))
 
   measure = functools.partial(compare.peers, [pair_twice], backends, str(tmp_path), repeats=2)
   measure()
@@ -228,7 +229,7 @@ def test_random_weights_are_measured_at_their_simulated_alpha(tmp_path):
   bfloat16 = "skinny" if skinny.is_available(jnp.bfloat16) else "xla"
   kernels = [*float32, bfloat16, bfloat16, f"{bfloat16}+int8"]
   assert [pair.kernels for pair in comparison.pairs] == kernels
-  assert ["int8" in pair.draft_name for pair in comparison.pairs[-3:]] == [False, True, True]
+  assert ["int8" in pair.draft.name for pair in comparison.pairs[-3:]] == [False, True, True]
 
   def make_comparison(folder):
     return with_workload(comparison._replace(pairs=comparison.pairs[-1:]), gammas=(3,))

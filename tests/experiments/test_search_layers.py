@@ -14,7 +14,7 @@ from specdec_jax.core.trees import chain
 from specdec_jax.measure import records
 from specdec_jax.measure.costs import Costs
 from specdec_jax.models.families import model_of
-from specdec_jax.pairs import LoadedPair
+from specdec_jax.pair import Pair
 
 TEXTS = tiny_pair.SENTENCES[:6]
 SUBSETS = [(0,), (1,), (2,), (0, 1), (0, 2), (1, 2)]
@@ -23,21 +23,21 @@ LIMIT = 10
 
 
 @functools.cache
-def deep(of, num_layers: int = 3) -> LoadedPair:
+def deep(of, num_layers: int = 3) -> Pair:
   """Return a tiny pair with a target that has several decoder layers."""
   pair = of()
-  config = dataclasses.replace(pair.target.config, num_decoder_layers=num_layers)
+  config = dataclasses.replace(pair.target.model.config, num_decoder_layers=num_layers)
   # Without kernels, so that parameters need no packing.
   config = dataclasses.replace(config, kernels="xla", fused=False)
   params = tiny_pair.random_params(config, 5)
-  return pair._replace(target=model_of(config), target_params=params, kernels="xla")
+  return tiny_pair.changed(pair, model=model_of(config), params=params)
 
 
 def layer_costs(pairs, trees, *args) -> list[list[Costs]]:
   """Return costs with v = 1, and c = 0.02 per layer at gamma 10; at other gammas, c is noise."""
 
   def costs(pair, gamma) -> Costs:
-    draft_step = 0.02 * len(pair.draft(SAMPLING, chain(1)).layers)
+    draft_step = 0.02 * len(pair.draft.build(SAMPLING, chain(1)).layers)
     return Costs(1.0, draft_step + (0 if gamma == 10 else 0.3), 1.0, 0.0, 0.0, 0.0)
 
   return [[costs(pair, tree.depth) for tree in trees] for pair in pairs]
@@ -53,7 +53,7 @@ def test_search_resumes_and_interpolates_costs(tmp_path, monkeypatch):
   timed = []
 
   def counted(pairs, *args):
-    timed.append([pair.draft_name for pair in pairs])
+    timed.append([pair.draft.name for pair in pairs])
     return layer_costs(pairs, *args)
 
   monkeypatch.setattr(module, "compare_costs", counted)

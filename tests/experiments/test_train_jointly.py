@@ -25,7 +25,7 @@ from specdec_jax.core.trees import chain
 from specdec_jax.data.vocabularies import open_vocabulary
 from specdec_jax.drafts.heads import init_params, new_head
 from specdec_jax.errors import InputError
-from specdec_jax.pairs import load_pair
+from specdec_jax.load import load_pair
 from specdec_jax.train.batches import ParallelText
 from specdec_jax.train.objectives import model_objective
 from specdec_jax.train.speculators import joint_objective, speculator_objective
@@ -121,7 +121,7 @@ def test_new_target_and_head_decode_as_the_new_target_alone(folder):
   vocabulary = ROOT() / "vocabulary.model"
   names = [str(folder / "whole" / name) for name in ("target", "speculator")]
   pair = load_pair(*names, str(vocabulary), max_source_tokens=24, kernels="xla")
-  assert pair.draft_name == "speculator"
+  assert pair.draft.name == "speculator"
   prompt, keys = pair.prompt(tiny_pair.SENTENCES[:4]), row_keys(0, 0, 4)
   alone = pair.decode_fn(GREEDY, chain(0))(prompt, keys, max_new_tokens=LIMIT)
   together = pair.decode_fn(GREEDY, chain(3))(prompt, keys, max_new_tokens=LIMIT)
