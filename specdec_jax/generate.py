@@ -24,7 +24,7 @@ from specdec_jax.core.counts import require_finite
 from specdec_jax.core.decode import Decoder
 from specdec_jax.core.generation_config import DEFAULT_NEW_TOKENS, SETTINGS, GenerationConfig
 from specdec_jax.core.loading import DecodeSettings
-from specdec_jax.core.processors import ForcedPrefix, Processors
+from specdec_jax.core.processors import ForcedPrefix, LogitsProcessor, Processors
 from specdec_jax.core.sampling import row_keys
 from specdec_jax.core.trees import AnyTree, DynamicTree
 from specdec_jax.core.types import DecodeResult, Rounds
@@ -324,7 +324,7 @@ def beam_search(
   pair.require_batch_size(batch_size)
   searcher = pair.beam_searcher(beams, gamma, draft_beams, length_penalty, nodes)
   config = GenerationConfig(max_new_tokens=max_new_tokens)
-  return _search_batches(pair, searcher, texts, config, batch_size, None)
+  return _search_batches(pair, lambda: searcher, texts, config, batch_size, None)
 
 
 def _search(
@@ -353,21 +353,24 @@ def _search(
   penalty = config.length_penalty
   if penalty is None:
     penalty = 1.0 if scorer == "hf" else 0.6
-  searcher = dataclasses.replace(
-    pair.beam_searcher(num_beams, 2 if gamma is None else gamma, length_penalty=penalty),
-    eos_id=eos_ids if len(eos_ids) > 1 else eos_ids[0],
-    scorer=scorer,
-    early_stopping=config.early_stopping or False,
-  ).with_processors(
-    config.processors(pair.target.model.vocab_size, eos_ids, pair.vocabulary.pad_id)
-  )
+  of_config = config.processors(pair.target.model.vocab_size, eos_ids, pair.vocabulary.pad_id)
+
+  def searcher(*of_batch: LogitsProcessor) -> BeamSearcher:
+    steps, processors = 2 if gamma is None else gamma, (*of_config, *of_batch)
+    return dataclasses.replace(
+      pair.beam_searcher(num_beams, steps, None, penalty, processors=processors),
+      eos_id=eos_ids if len(eos_ids) > 1 else eos_ids[0],
+      scorer=scorer,
+      early_stopping=config.early_stopping or False,
+    )
+
   found = _search_batches(pair, searcher, texts, config, batch_size, forced)
   return [output for outputs in found for output in outputs[:count]]
 
 
 def _search_batches(
   pair: Pair,
-  searcher: BeamSearcher,
+  searcher: Callable[..., BeamSearcher],
   texts: Sequence[str],
   config: GenerationConfig,
   batch_size: int,
@@ -378,10 +381,9 @@ def _search_batches(
   eos_ids = config.eos_ids(pair.vocabulary.eos_id)
   for start in range(0, len(texts), batch_size):
     batch = _Batch(pair, config, texts, start, batch_size, forced)
-    batch_searcher = searcher
-    if forced:
-      batch_searcher = searcher.with_processors((*searcher.processors, batch.forced_prefix))
-    result = jax.device_get(batch_searcher.run(pair.params, batch.prompt, **batch.options))
+    of_batch = [batch.forced_prefix] if forced else []
+    result = searcher(*of_batch).run(pair.params, batch.prompt, **batch.options)
+    result = jax.device_get(result)
     require_finite(result.best())
     for row in zip(result.tokens, result.lengths, result.scores.tolist(), strict=True):
       outputs = zip(*row, strict=True)

@@ -28,7 +28,7 @@ from specdec_jax.checkpoints.stored import (
 from specdec_jax.core.generation_config import SETTINGS
 from specdec_jax.core.sampling import Sampling
 from specdec_jax.core.trees import AnyTree
-from specdec_jax.core.types import Draft, DraftSpec, Loaded, Model, Verifier
+from specdec_jax.core.types import Draft, DraftOptions, DraftSpec, Loaded, Model, Verifier
 from specdec_jax.core.verify.tokens import TokenVerifier
 from specdec_jax.data.text import read_lines
 from specdec_jax.data.vocabularies import (
@@ -39,7 +39,7 @@ from specdec_jax.data.vocabularies import (
 )
 from specdec_jax.data.vocabulary import ModelTokens, Vocabulary
 from specdec_jax.drafts.dynamic import model_draft
-from specdec_jax.drafts.heads import SpeculatorConfig, head_of, speculator_config
+from specdec_jax.drafts.heads import AnyConfig, DraftHead, new_head
 from specdec_jax.drafts.other_vocabulary import OtherVocabularyModel, other_vocabulary_params
 from specdec_jax.drafts.prompt_lookup import prompt_lookup
 from specdec_jax.errors import InputError, require_count
@@ -156,7 +156,7 @@ def load_pair(
     drafted = draft(loaded)
   else:
     opened = _open(draft)
-    if isinstance(opened.config, SpeculatorConfig):
+    if isinstance(opened.config, DraftHead):
       drafted = speculator(loaded, opened.path)
     else:
       drafting, draft_params = load_model(
@@ -319,69 +319,66 @@ def speculator(
       different vocabulary or for a target with a different shape.
   """
   checkpoint = open_folder(path)
-  config = checkpoint.config
-  if not isinstance(config, SpeculatorConfig):
+  head = checkpoint.config
+  if not isinstance(head, DraftHead):
     raise InputError(f"{path} is a model by itself, and no part of a target; give it as the draft.")
   if checkpoint.vocabulary not in (None, target.vocabulary.fingerprint()):
     raise InputError(
       f"The draft in {path} was trained with another vocabulary than {target.vocabulary.path}."
     )
-  config = _with_layout(config, _require_config(target))
-  weights = weights or ("int8" if config.weights == "int8" else "stored")
+  head = _with_layout(head, _require_config(target))
+  weights = weights or ("int8" if head.weights == "int8" else "stored")
   tokens = output_tokens and output_tokens(target.vocabulary)
-  config = dataclasses.replace(
-    config,
+  head = dataclasses.replace(
+    head,
     weights="int8" if weights == "int8" else "float",
     num_output_tokens=None if tokens is None else len(tokens),
   )
   params = checkpoint.load(
-    config,
+    head,
     stored_weights=weights == "stored",
     other_arrays=target.params,
     output_tokens=tokens,
   )
-  factory = head_factory(draft_name(checkpoint_name(path), config), config, params, target)
+  factory = head_factory(draft_name(checkpoint_name(path), head), head, params, target)
   return dataclasses.replace(factory, path=recorded_path(path))
 
 
-def random_speculator(
-  target: Loaded, config: Callable[[Config], SpeculatorConfig] = speculator_config
-) -> DraftSpec:
+def random_speculator(target: Loaded, head: Callable[[Config], DraftHead] = new_head) -> DraftSpec:
   """Return a draft head with random weights for `random_pair`; it is as fast as a trained one.
 
   Args:
     target: target of the pair.
-    config: function from the configuration of the target to the configuration of the head.
+    head: function from the configuration of the target to the head.
   """
-  head_config = config(_require_config(target))
-  params = head_of(head_config).init(jax.random.key(0))
-  params = jax.tree.map(lambda x: x.astype(head_config.dtype), params)
-  return head_factory(f"random {head_config.kind}", head_config, params, target)
+  new = head(_require_config(target))
+  params = jax.tree.map(lambda x: x.astype(new.dtype), new.init(jax.random.key(0)))
+  return head_factory(f"random {new.kind}", new, params, target)
 
 
-def head_factory(name: str, config: SpeculatorConfig, params: Any, target: Loaded) -> DraftSpec:
-  """Return the draft factory of a draft head for a target.
+def head_factory(name: str, head: DraftHead, params: Any, target: Loaded) -> DraftSpec:
+  """Return a draft head as a draft of a target.
 
   Args:
     name: name of the draft in records.
-    config: configuration of the head.
+    head: the draft head.
     params: parameters of the head.
     target: target of the pair.
 
   Raises:
     InputError: the head is for a target with a different shape.
   """
-  head, target_config = head_of(config), _require_config(target)
+  target_config = _require_config(target)
   head.require_target(target_config)
 
-  def build(sampling: Sampling, tree: AnyTree) -> Draft:
-    return head.draft(target_config, sampling, tree)
+  def build(sampling: Sampling, tree: AnyTree, options=DraftOptions()) -> Draft:
+    return head.draft(target_config, sampling, tree, options)
 
   params = head.draft_params(target_config, params, target.params)
   return DraftSpec(name, build, params, features=head.feature_layers)
 
 
-def draft_name(name: str, config: Config | SpeculatorConfig) -> str:
+def draft_name(name: str, config: AnyConfig) -> str:
   """Return the name of a draft for records, with its number of output tokens and int8 weights."""
   tokens = [f"{config.num_output_tokens} tokens"] if config.num_output_tokens else []
   return ", ".join([name, *tokens, *(["int8"] if config.weights == "int8" else [])])
@@ -395,10 +392,10 @@ def _require_config(target: Loaded) -> Config:
   return config
 
 
-def _with_layout(config: SpeculatorConfig, target: Config) -> SpeculatorConfig:
-  """Return the configuration of a draft head with dtype, kernels and layout of its target."""
+def _with_layout(head: DraftHead, target: Config) -> DraftHead:
+  """Return a draft head with dtype, kernels and layout of its target."""
   names = "dtype", "kernels", "fused", "weights"
-  return dataclasses.replace(config, **{name: getattr(target, name) for name in names})
+  return dataclasses.replace(head, **{name: getattr(target, name) for name in names})
 
 
 def load_model(
@@ -436,7 +433,7 @@ def load_model(
       ", unless `vocabulary` of checkpoint_draft is the draft's own "
       "(gin/drafts/other_vocabulary.gin)"
     )
-  if isinstance(checkpoint.config, SpeculatorConfig):
+  if isinstance(checkpoint.config, DraftHead):
     raise InputError(
       f"{checkpoint.path} is no model by itself but lives on the states of a target; give it as "
       "the draft of a pair."

@@ -10,14 +10,14 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from specdec_jax.beams import BeamDraft, BeamSearcher, NullBeamDraft, TreeBeamDraft
+from specdec_jax.beams import BeamDraft, BeamSearcher, NullBeamDraft, beam_draft
 from specdec_jax.core.decode import Decoder, NullDraft
 from specdec_jax.core.generation_config import PROCESSORS, SETTINGS, GenerationConfig
 from specdec_jax.core.memory import require_memory
 from specdec_jax.core.processors import Processors
 from specdec_jax.core.sampling import Sampling
 from specdec_jax.core.trees import AnyTree, chain
-from specdec_jax.core.types import DecodeResult, DraftSpec, Loaded, Params, Verifier
+from specdec_jax.core.types import DecodeResult, DraftOptions, DraftSpec, Loaded, Params, Verifier
 from specdec_jax.core.verify.tokens import TokenVerifier
 from specdec_jax.data.vocabulary import Vocabulary, padded
 from specdec_jax.errors import InputError, require_count
@@ -171,24 +171,20 @@ class Pair:
       if not verifier.uses_position_keys:  # whose samples are those of autoregressive decoding
         verifier = TokenVerifier(sampling)
       return Decoder(self.target.model, NullDraft(), verifier, eos_id, processors, logprobs)
-    verifier, draft = self.verifier_for(sampling, lenience), self.draft.build(sampling, tree)
-    if verifier.needs_independent_siblings and not draft.tree.is_chain:
-      try:
-        draft = draft.with_independent_siblings()
-      except InputError:
-        raise InputError(
-          f"{type(verifier).__name__} verifies siblings that are sampled independently, and "
-          f"{self.draft.name} does not sample that way; give a model as draft, or another verifier."
-        ) from None
-    if draft.verify_lengths and not verifier.allows_short_proposals:
+    verifier = self.verifier_for(sampling, lenience)
+    independent = verifier.needs_independent_siblings
+    options = DraftOptions(processors, verifier.uses_position_keys, independent)
+    draft = self.draft.build(sampling, tree, options)
+    if independent and not (draft.independent_siblings or draft.tree.is_chain):
+      raise InputError(
+        f"{type(verifier).__name__} verifies siblings that are sampled independently, and "
+        f"{self.draft.name} does not sample that way; give a model as draft, or another verifier."
+      )
+    if draft.tree.verify_lengths and not verifier.allows_short_proposals:
       raise InputError(
         f"{self.draft.name} stops early, and {type(verifier).__name__} cannot verify tokens that "
         "were not proposed; use TokenVerifier."
       )
-    if verifier.uses_position_keys:
-      draft = draft.with_position_keys()
-    if processors:
-      draft = draft.with_processors(processors)
     return Decoder(self.target.model, draft, verifier, eos_id, processors, logprobs)
 
   def decode_fn(
@@ -239,6 +235,7 @@ class Pair:
     draft_beams: int | None = None,
     length_penalty: float = 0.6,
     nodes: int | None = None,
+    processors: Processors = (),
   ) -> BeamSearcher:
     """Return the beam searcher of this pair. Its methods take the `params` of this pair.
 
@@ -251,10 +248,11 @@ class Pair:
       nodes: maximum number of nodes per target forward pass, if the draft is a model. By default
         there is no limit, except on a CPU, where each node takes time: there the default is 8, or
         the number of nodes that one step needs if that is larger.
+      processors: logits processors; they apply to the target, and to a draft that has logits.
 
     Raises:
-      InputError: the acceptance of the target is simulated, the draft reads the target's cache, or
-        gamma or draft_beams is out of range.
+      InputError: the acceptance of the target is simulated, or gamma or draft_beams is out of
+        range.
     """
     if self.simulated_alpha is not None:
       raise InputError("A target whose acceptance is simulated has no texts to search for.")
@@ -266,20 +264,16 @@ class Pair:
       )
     if draft_beams is not None:
       require_count("draft_beams", draft_beams)
+    searching: BeamDraft = NullBeamDraft()
+    if gamma:
+      draft_beams = num_beams if draft_beams is None else draft_beams
+      if nodes is None and jax.default_backend() == "cpu":
+        nodes = max(8, num_beams + draft_beams)
+      draft = self.draft.build(Sampling(0.0), chain(gamma), DraftOptions(processors))
+      searching = beam_draft(draft, draft_beams, nodes)
     eos_id = self.vocabulary.eos_id
-    if not gamma:
-      return BeamSearcher(self.target.model, NullBeamDraft(), num_beams, length_penalty, eos_id)
-    draft = self.draft.build(Sampling(temperature=0.0), chain(gamma))
-    if draft.reads_target_cache:
-      raise InputError(
-        f"{self.draft.name} reads the target's cache, which holds all beams of a beam search; give "
-        "it another draft."
-      )
-    draft_beams = num_beams if draft_beams is None else draft_beams
-    if nodes is None and jax.default_backend() == "cpu":
-      nodes = max(8, num_beams + draft_beams)
-    beam_draft: BeamDraft = draft.as_beam_draft(draft_beams, nodes) or TreeBeamDraft(draft)
-    return BeamSearcher(self.target.model, beam_draft, num_beams, length_penalty, eos_id)
+    model = self.target.model
+    return BeamSearcher(model, searching, num_beams, length_penalty, eos_id, processors=processors)
 
   def guesses(self, sampling: Sampling, tree: AnyTree) -> AnyTree:
     """Return the tree that the draft proposes if `tree` is requested; usually `tree` itself."""

@@ -13,8 +13,8 @@ from specdec_jax.core.sampling import Sampling
 from specdec_jax.core.trees import Tree, branching, chain
 from specdec_jax.core.types import Context
 from specdec_jax.drafts.backoff import BackoffDraft, backoff_ngrams, fit_backoff
-from specdec_jax.drafts.fallback import FallbackDraft
 from specdec_jax.drafts.prompt_lookup import PromptLookupDraft
+from specdec_jax.drafts.several import FallbackDraft
 from specdec_jax.drafts.uniform import UniformDraft
 from specdec_jax.errors import InputError
 

@@ -28,7 +28,7 @@ from specdec_jax.core.sampling import Sampling
 from specdec_jax.core.trees import DynamicTree, Tree, branching, chain
 from specdec_jax.core.types import Params
 from specdec_jax.core.verify.tokens import TokenVerifier
-from specdec_jax.drafts.heads import speculator_config
+from specdec_jax.drafts.heads import new_head
 from specdec_jax.drafts.model import ModelDraft
 from specdec_jax.drafts.prompt_lookup import PromptLookupDraft
 from specdec_jax.errors import InputError
@@ -153,8 +153,8 @@ def chain_draft(model, gamma: int) -> ModelDraft:
 
 def conditioned_draft(case: Case, gamma: int) -> tuple[ModelDraft, object]:
   """Return an untrained decoder that uses the target's encoder, and its parameters."""
-  sizes = dict(gamma=2, emb_dim=32, mlp_dim=16, num_layers=1)
-  config = speculator_config(case.target.config, "conditioned", **sizes)
+  sizes = dict(offsets=2, emb_dim=32, mlp_dim=16, num_decoder_layers=1)
+  config = new_head(case.target.config, "conditioned", **sizes)
   params = tiny_pair.random_params(config, 3)
   factory = head_factory("conditioned", config, params, tiny.loaded(None, case.target, case.params))
   return factory.build(Sampling(temperature=0.0), chain(gamma)), factory.params
@@ -162,9 +162,7 @@ def conditioned_draft(case: Case, gamma: int) -> tuple[ModelDraft, object]:
 
 def eagle_draft(case: Case) -> tuple[BeamDraft, object]:
   """Return an untrained EAGLE head on the target's hidden states, and its parameters."""
-  config = speculator_config(
-    case.target.config, "eagle", gamma=2, emb_dim=8, mlp_dim=16, num_layers=1
-  )
+  config = new_head(case.target.config, "eagle", gamma=2, emb_dim=8, mlp_dim=16)
   params = tiny_pair.random_params(config, 3)
   factory = head_factory("eagle", config, params, tiny.loaded(None, case.target, case.params))
   draft = factory.build(Sampling(temperature=0.0), DynamicTree(4, 2))

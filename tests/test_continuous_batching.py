@@ -14,9 +14,8 @@ from specdec_jax.batching import Block, Texts, decode_all, decode_texts, prefill
 from specdec_jax.core.decode import Decoder, NullDraft
 from specdec_jax.core.sampling import Sampling, row_keys
 from specdec_jax.core.trees import chain
-from specdec_jax.core.types import Params
+from specdec_jax.core.types import Params, WrappedModel
 from specdec_jax.core.verify.tokens import TokenVerifier
-from specdec_jax.core.wrappers import WrappedModel
 from specdec_jax.drafts.model import ModelDraft
 from specdec_jax.errors import InputError
 from specdec_jax.models.t5 import T5Model

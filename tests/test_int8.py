@@ -13,7 +13,7 @@ from specdec_jax.checkpoints.folder import save_model
 from specdec_jax.checkpoints.stored import param_shapes
 from specdec_jax.core.sampling import Sampling, row_keys
 from specdec_jax.core.trees import chain
-from specdec_jax.drafts.heads import HEADS, speculator_config
+from specdec_jax.drafts.heads import HEADS, new_head
 from specdec_jax.errors import InputError
 from specdec_jax.load import checkpoint_draft, frequent_tokens, load_pair, speculator
 from specdec_jax.measure.alpha import proposals
@@ -149,9 +149,8 @@ def test_frequent_tokens_are_counted_and_include_eos():
 @pytest.mark.parametrize("kind", [*HEADS])
 def test_heads_are_quantized_and_propose_output_tokens_only(kind, tmp_path):
   pair = load()
-  config = speculator_config(
-    pair.target.model.config, kind, gamma=3, emb_dim=8, mlp_dim=16, num_layers=1
-  )
+  sizes = dict(gamma=3, emb_dim=8, mlp_dim=16, num_encoder_layers=1, num_decoder_layers=1)
+  config = new_head(pair.target.model.config, kind, **sizes)
   save_model(str(tmp_path), config, tiny_pair.random_params(config, 0))
   options = dict(path=str(tmp_path), weights="int8")
   if kind in TARGET_LOGITS:

@@ -468,7 +468,7 @@ def test_operations_equal_those_counted_by_hand(kernels):
 
 def test_draft_by_lookup_has_no_matmuls():
   pair = tiny_pair.changed(
-    pair_of(4, 1), draft=lambda sampling, tree: PromptLookupDraft(512, tree, 3)
+    pair_of(4, 1), draft=lambda sampling, tree, options=None: PromptLookupDraft(512, tree, 3)
   )
   assert operations_ratio(pair, PROMPT, RANDOM) == 0
 

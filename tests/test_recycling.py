@@ -14,7 +14,7 @@ from specdec_jax.core.arrays import gather
 from specdec_jax.core.decode import Decoder
 from specdec_jax.core.sampling import Sampling
 from specdec_jax.core.trees import branching, chain
-from specdec_jax.core.types import Params
+from specdec_jax.core.types import DraftOptions, Params
 from specdec_jax.core.verify.tokens import TokenVerifier
 from specdec_jax.drafts.composed import recycling_draft
 from specdec_jax.drafts.model import ModelDraft
@@ -99,13 +99,13 @@ def test_draft_model_rereads_the_tokens_that_it_did_not_propose():
   text = tiny.autoregressive_decode(
     target, params, prompt, keys, max_new_tokens=LIMIT, sampling=GREEDY, eos_id=-1
   ).tokens
-  model_draft = ModelDraft(target, GREEDY, chain(4))
-  draft = RecyclingDraft(model_draft, 3, config.vocab_size)
+  draft = ModelDraft(target, GREEDY, chain(4), DraftOptions(reread=5))
+  draft = RecyclingDraft(draft, 3, config.vocab_size)
   decoder = Decoder(target, draft, TokenVerifier(GREEDY), eos_id=-1)
   step = jax.jit(functools.partial(decoder.round, Params(params, draft_params)))
   state = tiny.start(target, draft, params, draft_params, prompt, LIMIT)
   of_prompt = state.draft_state.draft
-  whole = model_draft.with_reread(state.tokens.shape[1])
+  whole = ModelDraft(target, GREEDY, chain(4), DraftOptions(reread=state.tokens.shape[1]))
   propose = jax.jit(lambda context: whole.propose(draft_params, of_prompt, context, keys)[0].tokens)
   for r in range(3):
     following = gather(text, state.length[:, None] - 1 + jnp.arange(3))
@@ -128,4 +128,4 @@ def test_recycling_draft_of_a_pair():
   with pytest.raises(InputError, match="proposes chains"):
     recycling_draft(target, prompt_lookup).build(GREEDY, branching(2, 1))
   with pytest.raises(InputError, match="cannot be one of several"):
-    factory.build(GREEDY, chain(3)).with_reread(3)
+    recycling_draft(target, lambda target: factory).build(GREEDY, chain(1))

@@ -87,7 +87,7 @@ def table_pair(noise: float, ends: bool = False, change=lambda proposal: proposa
   if not ends:
     table[:, EOS] = near[:, EOS] = -1e9
 
-  def draft(sampling, tree):
+  def draft(sampling, tree, options):
     good = ModelDraft(TableModel(), sampling, tree)
     return tiny.ChangedDraft(good, lambda params, proposal: change(proposal))
 
@@ -132,7 +132,10 @@ def test_exact_rounds_pass(sampling, noise, num_guesses, bias):
 
 
 def test_exact_rounds_of_a_deterministic_draft_pass():
-  pair = tiny_pair.changed(table_pair(0), draft=lambda sampling, tree: PromptLookupDraft(V, tree))
+  def draft(sampling, tree, options):
+    return PromptLookupDraft(V, tree)
+
+  pair = tiny_pair.changed(table_pair(0), draft=draft)
   found = judged(tiny_pair.changed(pair, draft_params=()))
   assert 0 < found.accepted.mean() < 0.5 and found.guess.spread.max() == 0
   assert all(p > LEVEL for p in lowest(found).values())
@@ -335,7 +338,7 @@ def test_next_token_with_the_key_of_a_guess_is_detected():
         patch.setattr(tokens, "sample", lambda _, weights: sample(kept[0], weights))
         return super().verify(*args)
 
-  def draft(sampling, tree):
+  def draft(sampling, tree, options):
     return Keeping(ModelDraft(TableModel(), sampling, tree), None)
 
   found = judged(tiny_pair.changed(table_pair(0.5), draft=draft), num_guesses=1, verifier=OneKey)

@@ -29,8 +29,8 @@ from specdec_jax.core.verify.k_seq import KSeqVerifier
 from specdec_jax.core.verify.tokens import TokenVerifier
 from specdec_jax.drafts.composed import forest_draft, tree_draft
 from specdec_jax.drafts.dynamic import DynamicDraft
-from specdec_jax.drafts.forest import joined_at_root
 from specdec_jax.drafts.model import ModelDraft
+from specdec_jax.drafts.several import joined_at_root
 from specdec_jax.errors import InputError
 from specdec_jax.measure.alpha import measure_alpha, positional_acceptance
 from specdec_jax.models.t5 import T5Model
@@ -102,8 +102,8 @@ def test_dynamic_tree_has_the_attributes_of_static_trees():
   parents = jnp.array([[*tree.parents] for tree in trees])
   dynamic = DynamicTree(6, 6, parents)
   for row, tree in enumerate(trees):
-    np.testing.assert_array_equal(dynamic.ancestors[row], tree.ancestors)
-    np.testing.assert_array_equal(dynamic.depths[row], tree.depths)
+    np.testing.assert_array_equal(dynamic.row_ancestors[row], tree.ancestors)
+    np.testing.assert_array_equal(dynamic.row_depths[row], tree.depths)
   for node in range(7):
     paths = path_to(dynamic, jnp.full(3, node))
     for path, tree in zip(paths, trees):
@@ -137,7 +137,10 @@ class PathModel:
     cache, sums = [*cache, tokens], tokens
     if tree is not None:  # node 0 is the last token of the first block
       inputs = jnp.concatenate([cache[0][:, -1:], *cache[1:]], axis=1)
-      nodes, on_path = slice(first, first + tokens.shape[1]), tree.ancestors[..., : inputs.shape[1]]
+      nodes, on_path = (
+        slice(first, first + tokens.shape[1]),
+        tree.row_ancestors[..., : inputs.shape[1]],
+      )
       sums = (on_path[:, nodes] * inputs[:, None]).sum(axis=-1)
     return params[sums], params[sums], cache
 
@@ -250,12 +253,11 @@ def test_positional_acceptance_agrees_with_the_rounds_of_decoding():
 
 def test_k_seq_requires_independently_sampled_siblings():
   pair = dataclasses.replace(tiny_pair.pair("near"), verifier=KSeqVerifier)
-  drafts = [pair.decoder(Sampling(), tree).draft for tree in (branching(2), chain(2))]
-  assert [draft.independent for draft in drafts] == [True, False]
+  assert pair.decoder(Sampling(), branching(2)).draft.independent_siblings
   # Drafts that propose a tree if a chain is requested.
   target, near = pair.target, lambda target: pair.draft
   tree = pair.with_draft(tree_draft(target, near, (2,)))
-  assert tree.decoder(Sampling(), chain(2)).draft.independent
+  assert tree.decoder(Sampling(), chain(2)).draft.independent_siblings
   forest = pair.with_draft(forest_draft(target, [near, near]))
   for each, shape in ((pair, DynamicTree(4, 2)), (forest, chain(2))):
     with pytest.raises(

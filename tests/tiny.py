@@ -21,9 +21,16 @@ from scipy import optimize, stats
 from specdec_jax.core.decode import Decoder, DecodeState, NullDraft
 from specdec_jax.core.sampling import Sampling
 from specdec_jax.core.trees import Tree
-from specdec_jax.core.types import DecodeResult, Draft, Loaded, Params, Proposal
+from specdec_jax.core.types import (
+  DecodeResult,
+  Draft,
+  Loaded,
+  Params,
+  Proposal,
+  WrappedDraft,
+  WrappedModel,
+)
 from specdec_jax.core.verify.tokens import TokenVerifier
-from specdec_jax.core.wrappers import WrappedDraft, WrappedModel
 from specdec_jax.measure import speed, timing
 from specdec_jax.models.config import GPTConfig, T5Config
 from specdec_jax.models.families import Config, init_params, module_of

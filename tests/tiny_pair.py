@@ -93,7 +93,7 @@ def changed(pair: Pair, draft=None, draft_params=None, **target) -> Pair:
 
   Args:
     pair: target and draft.
-    draft: function of (sampling, tree) that returns the draft.
+    draft: function of (sampling, tree, options) that returns the draft.
     draft_params: parameters of the draft; None for those of the pair's draft.
     target: changed fields of `pair.target`.
   """

@@ -26,8 +26,7 @@ from specdec_jax.core.decode import Decoder
 from specdec_jax.core.loading import DecodeSettings
 from specdec_jax.core.sampling import Sampling, row_keys
 from specdec_jax.core.trees import chain, require_chain
-from specdec_jax.core.types import Context, DecodeResult, Outcome, Params, Proposal
-from specdec_jax.core.wrappers import WrappedDraft
+from specdec_jax.core.types import Context, DecodeResult, Outcome, Params, Proposal, WrappedDraft
 from specdec_jax.data.text import read_lines
 from specdec_jax.drafts.heads.base import Source
 from specdec_jax.drafts.heads.stateless import SpeculatorDraft, source_of
@@ -301,7 +300,7 @@ class OnlineDraft(WrappedDraft):
 
   def __post_init__(self):
     require_chain("a draft that learns", self.draft.tree)
-    if self.draft.head.config.kernels != "xla":
+    if self.draft.head.kernels != "xla":
       raise InputError(
         "A draft that learns needs kernels='xla', since `kernels.skinny` has no gradient."
       )
@@ -312,7 +311,7 @@ class OnlineDraft(WrappedDraft):
 
   def init(self, params: Any, context: Context, hidden: Array) -> OnlineState:
     learned, _ = params
-    source = source_of(self.draft.head.config, context)
+    source = source_of(self.draft.head, context)
     return OnlineState(learned, source, context.hidden, context.last_token)
 
   def propose(

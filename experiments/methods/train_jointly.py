@@ -11,7 +11,7 @@ import jax
 from specdec_jax.checkpoints.folder import save_model
 from specdec_jax.checkpoints.load import load_params, open_checkpoint
 from specdec_jax.commands.train import bleu_of, config_of, open_fitting_vocabulary
-from specdec_jax.drafts.heads import SpeculatorConfig, init_params
+from specdec_jax.drafts.heads import DraftHead
 from specdec_jax.errors import InputError, require_number
 from specdec_jax.models.families import Config
 from specdec_jax.models.partitioning import make_mesh, param_shardings
@@ -27,7 +27,7 @@ def train_jointly(
   targets: list[str],
   valid_source: str | None,
   valid_target: str | None,
-  config: Callable[[Config], SpeculatorConfig],
+  head: Callable[[Config], DraftHead],
   settings: TrainSettings,
   vocabulary: str,
   target: str,
@@ -61,7 +61,7 @@ def train_jointly(
       None if the target is decoder-only.
     valid_target: name of the file with the translations of the validation sentences, for BLEU. It
       is not read if `valid_source` is None.
-    config: function from the configuration of the target to the configuration of the head.
+    head: function from the configuration of the target to the head.
     settings: number of epochs, learning rate of the head, sharding and other settings of training.
     vocabulary: vocabulary file of both.
     target: checkpoint of the original target, in any format that `load.load_pair` reads.
@@ -84,7 +84,7 @@ def train_jointly(
   Raises:
     InputError: a number is out of range, 'beam_search' is given for a decoder-only target,
       `valid_source` is given without `valid_target`, the target does not fit the vocabulary, or the
-      head in `start` does not fit `config`.
+      head in `start` does not fit `head`.
   """
   for name, number in {"head_weight": head_weight, "target_rate": target_rate}.items():
     require_number(name, number, 0, math.inf)
@@ -107,13 +107,11 @@ def train_jointly(
     references = f"{data}/{valid_target}"
     return bleu_of(target_config, params["target"], words, valid.sources, references)
 
-  head_config = config(target_config)
-  if start:
-    head = open_checkpoint(start).load(head_config)
-  else:
-    head = init_params(head_config, jax.random.key(settings.seed))
+  new = head(target_config)
+  rng = jax.random.key(settings.seed)
+  head_params = open_checkpoint(start).load(new) if start else new.init(rng)
   objective = joint_objective(
-    head_config,
+    new,
     target_config,
     head_weight,
     target_rate,
@@ -121,7 +119,7 @@ def train_jointly(
     divergence,
     stride,
   )
-  init = {"target": original, "head": head}
+  init = {"target": original, "head": head_params}
   params = train(objective, settings, text, valid, work_dir, init, bleu if valid_source else None)
   save_model(f"{output}/target", target_config, params["target"], words.fingerprint())
-  save_model(f"{output}/speculator", head_config, params["head"], words.fingerprint())
+  save_model(f"{output}/speculator", new, params["head"], words.fingerprint())

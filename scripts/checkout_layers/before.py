@@ -37,9 +37,9 @@ def read_checkpoint(path):
   from specdec_jax.checkpoints.load import load_params, open_checkpoint
 
   config = open_checkpoint(path).config
-  parts = {"config": {name: repr(value) for name, value in vars(config).items()}}
-  parts |= {"stored": load_params(path, config), "half": load_params(path, config, jnp.bfloat16)}
-  if not hasattr(config, "kind"):  # not a draft head
+  parts = {"stored": load_params(path, config), "half": load_params(path, config, jnp.bfloat16)}
+  if not hasattr(config, "kind"):  # no draft head, whose fields differ between checkouts
+    parts["config"] = {name: repr(value) for name, value in vars(config).items()}
     fused = dataclasses.replace(config, fused=True, tied_logits=False)
     parts["fused"] = load_params(path, fused)
   return parts

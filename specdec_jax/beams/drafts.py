@@ -19,21 +19,23 @@ from specdec_jax.beams.forest import BeamContext, Forest
 from specdec_jax.beams.layout import PlacedNodes, move_nodes, slot_mask, write_block
 from specdec_jax.beams.verified import NO_ENTRY, find_child
 from specdec_jax.core.arrays import gather
-from specdec_jax.core.processors import Prefixes, Processors, process
+from specdec_jax.core.processors import Prefixes, process
 from specdec_jax.core.settings import Settings
 from specdec_jax.core.trees import Tree
-from specdec_jax.core.types import Context, Draft, Model
+from specdec_jax.core.types import Context, Draft, DraftOptions, Model
 from specdec_jax.errors import InputError, require_count
 
 
 @runtime_checkable
 class ModelBasedDraft(Protocol):
-  """Protocol of drafts that use a model; it has the members that `ModelBeamDraft` uses."""
+  """Protocol of drafts whose model can search, as `ModelDraft`: what `ModelBeamDraft` uses."""
 
   @property
   def model(self) -> Model: ...
   @property
   def tree(self) -> Tree: ...
+  @property
+  def options(self) -> DraftOptions: ...
 
   def init(self, params: Any, context: Context, hidden: Float[Array, "B C E"]) -> Any:
     """See `Draft.init`."""
@@ -69,10 +71,6 @@ class BeamDraft(Settings, abc.ABC):
   def init(self, params: Any, context: Context, hidden: Float[Array, "B C E"]) -> Any:
     """Return the state of the draft before the first round; by default it is empty."""
     return ()
-
-  def with_processors(self, processors: Processors) -> "BeamDraft":
-    """Return this draft with the target's logits processors; see `Draft.with_processors`."""
-    return self
 
   @abc.abstractmethod
   def propose(self, params: Any, state: Any, context: BeamContext) -> tuple[Forest, Any]:
@@ -123,13 +121,11 @@ class ModelBeamDraft(BeamDraft):
     draft: draft that proposes a chain of gamma tokens with M_q. The draft's search has gamma steps.
     num_beams: u, the number of beams of the draft.
     max_nodes: maximum number of nodes per target forward pass; None for no limit.
-    processors: logits processors, which apply to the draft model's log-probabilities.
   """
 
   draft: ModelBasedDraft
   num_beams: int
   max_nodes: int | None = None
-  processors: Processors = ()
   depth: int = dataclasses.field(init=False)
 
   def __post_init__(self):
@@ -174,16 +170,13 @@ class ModelBeamDraft(BeamDraft):
       )
     return min(self.max_nodes, num_nodes)
 
-  def with_processors(self, processors: Processors) -> "ModelBeamDraft":
-    return dataclasses.replace(self, processors=processors)
-
   def init(self, params: Any, context: Context, hidden: Float[Array, "B C E"]) -> Any:
     return self.draft.init(params, context, hidden)
 
   def propose(self, params: Any, state: Any, context: BeamContext) -> tuple[Forest, Any]:
     num_beams, num_slots = context.last_tokens.shape[1], context.visible.shape[2]
     position = context.length[:, None] - 1  # of the last tokens
-    model, hidden = self.draft.model, context.hidden
+    model, hidden, processors = self.draft.model, context.hidden, self.draft.options.processors
     cache = self.draft.condition(params, state, hidden, 0, context.slot)
     cache = model.commit(cache, context.slot - num_beams)
     tokens, log_probs, entries = context.last_tokens, context.log_probs, context.last_entries
@@ -204,7 +197,7 @@ class ModelBeamDraft(BeamDraft):
       num_processed += block.shape[1]
       next_log_probs = jax.nn.log_softmax(logits[:, -tokens.shape[1] :].astype(jnp.float32))
       length = context.length[:, None] + level
-      if self.processors:
+      if processors:
         prefixes = Prefixes(
           tokens=texts,
           length=jnp.broadcast_to(length, tokens.shape),
@@ -212,7 +205,7 @@ class ModelBeamDraft(BeamDraft):
           limit=context.limit,
           prompt=context.prompt,
         )
-        next_log_probs = process(self.processors, next_log_probs, prefixes)
+        next_log_probs = process(processors, next_log_probs, prefixes)
       next_log_probs = next_log_probs.at[..., context.eos_ids].set(-jnp.inf)
 
       # Select: the u most probable continuations are the next level.
@@ -225,7 +218,7 @@ class ModelBeamDraft(BeamDraft):
       parents, tokens, log_probs = _top_continuations(text_log_probs, continuations, self.num_beams)
       entries = find_child(context.verified, gather(entries, parents), tokens)
       levels.append(Forest(tokens, first_parent + parents, entries))
-      if self.processors:
+      if processors:
         is_new = jnp.arange(texts.shape[2]) == length[..., None]
         texts = jnp.where(is_new, jnp.maximum(tokens, 0)[..., None], gather(texts, parents))
 
@@ -253,8 +246,8 @@ class ModelBeamDraft(BeamDraft):
 class TreeBeamDraft(BeamDraft):
   """Draft that proposes a tree after each beam, with an inner draft that has no state.
 
-  The inner draft may read the encoded source in the target's cache. It cannot read the text in that
-  cache, which has the layout of a beam search (`layout`).
+  The inner draft may read the encoded source in the target's cache. It is not given the text in
+  that cache, which has the layout of a beam search (`layout`).
 
   Attributes:
     draft: the inner draft, for temperature 0. Each beam is one of its rows.
@@ -269,9 +262,6 @@ class TreeBeamDraft(BeamDraft):
   def __post_init__(self):
     object.__setattr__(self, "depth", self.draft.tree.depth)
 
-  def with_processors(self, processors: Processors) -> "TreeBeamDraft":
-    return TreeBeamDraft(self.draft.with_processors(processors))
-
   def num_guesses(self, num_beams: int) -> int:
     return num_beams * self.draft.tree.num_guesses
 
@@ -281,6 +271,10 @@ class TreeBeamDraft(BeamDraft):
     def repeat(x: Array) -> Array:
       return jnp.repeat(x, num_beams, axis=0)
 
+    cache = context.target_cache
+    if hasattr(cache, "layers"):
+      cache = cache.replace(layers=())
+
     def flatten(x: Array) -> Array:
       return x.reshape(batch * num_beams, *x.shape[2:])
 
@@ -289,7 +283,7 @@ class TreeBeamDraft(BeamDraft):
       prompt=repeat(context.prompt),
       tokens=flatten(context.tokens),
       length=repeat(context.length),
-      target_cache=jax.tree.map(repeat, context.target_cache),
+      target_cache=jax.tree.map(repeat, cache),
       hidden=flatten(context.hidden),
       prompt_length=repeat(context.start),
       limit=repeat(context.limit),
@@ -316,6 +310,19 @@ class TreeBeamDraft(BeamDraft):
       node_entries = jnp.concatenate([context.last_entries, entries], axis=1)
       entries = find_child(context.verified, gather(node_entries, parents), tokens)
     return Forest(tokens, parents, entries), state
+
+
+def beam_draft(draft: Draft, num_beams: int, max_nodes: int | None) -> BeamDraft:
+  """Return a draft for beam search: a search with its model, or else a tree after each beam.
+
+  Args:
+    draft: draft for temperature 0, with a chain of gamma tokens.
+    num_beams: number of beams of a draft that searches with its model.
+    max_nodes: see `ModelBeamDraft`.
+  """
+  if isinstance(draft, ModelBasedDraft):
+    return ModelBeamDraft(draft, num_beams, max_nodes)
+  return TreeBeamDraft(draft)
 
 
 def _with_target_log_probs(

@@ -206,11 +206,6 @@ class BeamSearcher(Settings):
     searcher = dataclasses.replace(self, length_penalty=float(self.length_penalty))
     return run_search(searcher, params, prompt, max_new_tokens, limit, num_forced)
 
-  def with_processors(self, processors: Processors) -> "BeamSearcher":
-    """Return this search with logits processors, which apply to target and draft."""
-    draft = self.draft.with_processors(processors)
-    return dataclasses.replace(self, draft=draft, processors=processors)
-
   def run_rounds(self, params: Params, state: BeamSearchState) -> BeamSearchState:
     """Run rounds until the search of every row has ended."""
     return lax.while_loop(lambda s: ~s.done.all(), lambda s: self.round(params, s), state)

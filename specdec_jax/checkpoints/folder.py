@@ -12,7 +12,7 @@ from specdec_jax.checkpoints import files
 from specdec_jax.checkpoints.flax_msgpack import read_flat
 from specdec_jax.checkpoints.stored import Checkpoint, StoredArray
 from specdec_jax.core.atomic_files import atomic_write
-from specdec_jax.drafts.heads import AnyConfig, SpeculatorConfig
+from specdec_jax.drafts.heads import HEADS, AnyConfig, DraftHead
 from specdec_jax.errors import InputError
 from specdec_jax.models.config import GPTConfig, T5Config, named_dtype
 
@@ -20,14 +20,7 @@ CONFIG, PARAMS = "config.json", "params.msgpack"
 _FAMILIES: dict[str, type[AnyConfig]] = {
   "t5": T5Config,
   "gpt": GPTConfig,
-  "speculator": SpeculatorConfig,
-}
-# Kinds of learned draft heads that have been renamed since checkpoints were written.
-_RENAMED_KINDS = {
-  "look_ahead": "pass",
-  "exit": "early_exit",
-  "decoder": "shared_encoder",
-  "anchored": "conditioned",
+  "head": DraftHead,
 }
 
 
@@ -74,9 +67,10 @@ def open_folder(folder: str) -> Checkpoint:
   with files.local_copy(folder, CONFIG) as path:
     fields = json.loads(pathlib.Path(path).read_text())
   vocabulary = fields.pop("vocabulary", None)
-  if "kind" in fields:
-    fields["kind"] = _RENAMED_KINDS.get(fields["kind"], fields["kind"])
-  config = _FAMILIES[fields.pop("family", "t5")](**fields)
+  family = _FAMILIES[fields.pop("family", "t5")]
+  config_type = HEADS[fields["kind"]] if family is DraftHead else family
+  lists = {name: tuple(x) for name, x in fields.items() if isinstance(x, list)}  # JSON has lists
+  config = config_type(**fields | lists)
   values = read_flat(folder, PARAMS)
   arrays = {name: value for name, value in values.items() if isinstance(value, StoredArray)}
   return Checkpoint(folder, config, arrays, vocabulary)

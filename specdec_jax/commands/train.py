@@ -16,7 +16,7 @@ from specdec_jax.data.text import read_lines
 from specdec_jax.data.vocabularies import open_vocabulary_of_model, padded_size
 from specdec_jax.data.vocabulary import PAD_ID, ModelTokens, Vocabulary
 from specdec_jax.data.word_pieces import train_word_pieces
-from specdec_jax.drafts.heads import SpeculatorConfig
+from specdec_jax.drafts.heads import DraftHead
 from specdec_jax.errors import InputError, require_count
 from specdec_jax.load import model_tokens
 from specdec_jax.models.families import Config, model_of, module_of
@@ -133,7 +133,7 @@ def config_of(checkpoint: str, dropout_rate: float = 0.1) -> Config:
     InputError: the checkpoint cannot be opened, or it is a draft head.
   """
   config = open_checkpoint(checkpoint).config
-  if isinstance(config, SpeculatorConfig):
+  if isinstance(config, DraftHead):
     raise InputError(f"{checkpoint} is a draft head, which is no model by itself.")
   return dataclasses.replace(config, dropout_rate=dropout_rate)
 
@@ -242,7 +242,7 @@ def train_speculator(
   sources: list[str] | None,
   targets: list[str],
   valid_source: str | None,
-  config: Callable[[Config], SpeculatorConfig],
+  head: Callable[[Config], DraftHead],
   settings: TrainSettings,
   vocabulary: str,
   target: str,
@@ -269,7 +269,7 @@ def train_speculator(
     targets: names of the files of translations; for a decoder-only target, of texts.
     valid_source: name of the file of validation sentences, which the target translates; None if the
       target is decoder-only.
-    config: function from the configuration of the target to the configuration of the head.
+    head: function from the configuration of the target to the head.
     settings: number of epochs, learning rate, sharding and other settings of training.
     vocabulary: vocabulary file of both models.
     target: checkpoint of the target, in any format that `load.load_pair` reads.
@@ -295,16 +295,16 @@ def train_speculator(
   tokens = model_tokens(opened)
   words = open_vocabulary_of_model(vocabulary, opened.config.vocab_size, extra_ids, tokens)
   teacher = open_teacher(target, words, settings.model_parallel)
-  head_config = config(teacher.config)  # an invalid one raises before the texts are generated
+  new = head(teacher.config)  # an invalid one raises before the texts are generated
   text = teacher.distillation_data(
     _distillation_path(distillation_data, work_dir),
     TrainingTexts(data, sources, targets, samples, new_sources),
   )
-  objective = speculator_objective(head_config, teacher.config, teacher.params, divergence, stride)
+  objective = speculator_objective(new, teacher.config, teacher.params, divergence, stride)
   if start:
     objective = _with_warm_start(objective, start)
   params = train(objective, settings, text, teacher.validation_pairs(data, valid_source), work_dir)
-  save_model(output, head_config, params, words.fingerprint())
+  save_model(output, new, params, words.fingerprint())
 
 
 def _with_warm_start(objective: Objective, folder: str) -> Objective:

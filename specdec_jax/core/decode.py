@@ -28,7 +28,7 @@ from specdec_jax.core.arrays import (
 )
 from specdec_jax.core.memory import require_memory
 from specdec_jax.core.processors import Processors, node_prefixes, process
-from specdec_jax.core.sampling import distribution, split_keys
+from specdec_jax.core.sampling import distribution, position_keys, split_keys
 from specdec_jax.core.settings import Settings, traced
 from specdec_jax.core.trees import (
   AnyTree,
@@ -121,7 +121,7 @@ class Decoder(Settings):
       it.
     eos_id: token that ends a text, or several; None to use `target.eos_id`.
     processors: logits processors of the target, in the order in which they apply. The draft should
-      have the same (`Draft.with_processors`).
+      have the same (`DraftOptions`).
     records_log_probs: whether results have the log-probabilities of each token.
   """
 
@@ -174,9 +174,7 @@ class Decoder(Settings):
     # One key per row and position: rows are independent, and no round of a row repeats a key.
     draft_rng, verify_rng = split_rows(fold_in_rows(state.rng, state.length))
     if self.verifier.uses_position_keys:
-      positions = state.length[:, None] + jnp.arange(self.draft.tree.depth + 1)
-      verify_rng = jax.vmap(fold_in_rows, (None, 1), 1)(state.rng, positions)
-      draft_rng = verify_rng if self.draft.uses_position_keys else draft_rng
+      verify_rng = position_keys(state.rng, state.length, self.draft.tree.depth + 1)
 
     # Propose: the draft samples tokens x_1, ..., x_N, each from its distribution q.
     context = state.context
@@ -293,7 +291,7 @@ class Decoder(Settings):
     self, params: Any, cache: Any, block: Int[Array, "B K"], tree: AnyTree
   ) -> tuple[Float[Array, "B K V"], Float[Array, "B K E"], Any]:
     """Run the target over a block, cut to the `verify_lengths` that covers the longest proposal."""
-    lengths = self.draft.verify_lengths
+    lengths = tree.verify_lengths
     if not lengths:
       return self.target.extend(params, cache, block, tree)
 

@@ -92,8 +92,7 @@ def node_prefixes(
     length = start + nodes
   else:
     # Each text is the committed tokens and the path to its node, one node per depth.
-    batch, depths = len(guesses), jnp.atleast_2d(jnp.asarray(tree.depths))
-    ancestors = jnp.reshape(tree.ancestors, (-1, tree.num_nodes, tree.num_nodes))[:, nodes]
+    batch, depths, ancestors = len(guesses), tree.row_depths, tree.row_ancestors[:, nodes]
     at_depth = depths[:, None] == jnp.arange(1, tree.depth + 1)[:, None]
     path = (ancestors[:, :, None] & at_depth[:, None]).argmax(axis=-1)  # [B or 1, nodes, D]
     path = jnp.broadcast_to(path, (batch, *path.shape[1:])).reshape(batch, -1)

@@ -59,6 +59,9 @@ class Tree:
   Attributes:
     parents: for each draft token, the node that it follows: node i + 1 follows parents[i]. For a
       chain they are stored as a range.
+    verify_lengths: for a chain that may end early (-1 is a token that was not proposed), the
+      lengths for which a target forward pass is compiled, ascending, with gamma last. Empty for a
+      tree that is always proposed as a whole.
 
   Raises:
     InputError: parents are not integers, a parent does not come before its child, or nodes are not
@@ -66,6 +69,7 @@ class Tree:
   """
 
   parents: Sequence[int] = ()
+  verify_lengths: tuple[int, ...] = ()
 
   def __post_init__(self):
     if isinstance(self.parents, range) and self.parents == range(len(self.parents)):
@@ -135,6 +139,21 @@ class Tree:
     parents = np.array(self.parents, np.int32)
     return (np.arange(len(parents)) - np.searchsorted(parents, parents)).astype(np.int32)
 
+  @functools.cached_property
+  def num_children(self) -> np.ndarray:
+    """[K], number of children of each node."""
+    return np.bincount(np.array(self.parents, np.int32), minlength=self.num_nodes)
+
+  @property
+  def row_depths(self) -> Int[Array, "1 K"]:
+    """`depths` with an axis of rows, as `DynamicTree` has them."""
+    return jnp.asarray(self.depths)[None]
+
+  @property
+  def row_ancestors(self) -> Bool[Array, "1 K K"]:
+    """`ancestors` with an axis of rows, as `DynamicTree` has them."""
+    return jnp.asarray(self.ancestors)[None]
+
   @property
   def width(self) -> int:
     """W, the maximum number of children of a node; 0 for a tree without draft tokens."""
@@ -174,7 +193,7 @@ class Tree:
 class DynamicTree:
   """Tree of draft tokens whose shape differs between rounds and rows.
 
-  Its parents, ancestors and depths have a leading axis of rows. The shape may depend on tokens that
+  The shape may depend on tokens that
   were selected deterministically, but not on sampled ones. Therefore all draft tokens of the tree
   must be selected deterministically. Siblings must differ.
 
@@ -189,6 +208,7 @@ class DynamicTree:
   parents: Any = None
 
   is_chain = False
+  verify_lengths = ()
 
   def __post_init__(self):
     require_count("num_guesses", self.num_guesses, 0)
@@ -200,14 +220,14 @@ class DynamicTree:
     return self.num_guesses + 1
 
   @property
-  def ancestors(self) -> Bool[Array, "B K K"]:
+  def row_ancestors(self) -> Bool[Array, "B K K"]:
     """Mask that is True at [:, i, j] if node j is node i or one of its ancestors."""
     return reach(jnp.pad(self.parents, ((0, 0), (1, 0))), self.depth)
 
   @property
-  def depths(self) -> Int[Array, "B K"]:
+  def row_depths(self) -> Int[Array, "B K"]:
     """Distance of each node from the last committed token."""
-    return self.ancestors.sum(axis=-1) - 1
+    return self.row_ancestors.sum(axis=-1) - 1
 
   def place(
     self, length: Int[Array, " B"], first: Any, num_nodes: int, num_slots: int
@@ -239,8 +259,7 @@ def _place_tree(
   slots = jnp.arange(num_slots)
   node = slots - length[:, None]  # [B, T], negative before the tree
   clipped = jnp.clip(node, 0, tree.num_nodes - 1)
-  depths = jnp.atleast_2d(tree.depths)  # [1 or B, nodes]
-  ancestors = jnp.reshape(tree.ancestors, (-1, tree.num_nodes, tree.num_nodes))
+  depths, ancestors = tree.row_depths, tree.row_ancestors
   slot_depths = jnp.take_along_axis(depths, clipped, axis=1)
   key_positions = jnp.where(node < 0, slots, length[:, None] + slot_depths)
   positions = length[:, None] + depths[:, nodes]
@@ -337,8 +356,8 @@ def path_to(tree: AnyTree, node: Int[Array, " B"]) -> Int[Array, "B D"] | None:
   if tree.is_chain:
     return None
   if isinstance(tree, DynamicTree):
-    on_path = gather(tree.ancestors, node[:, None])  # [B, 1, K]
-    at_depth = tree.depths[:, None] == jnp.arange(1, tree.depth + 1)[:, None]  # [B, D, K]
+    on_path = gather(tree.row_ancestors, node[:, None])  # [B, 1, K]
+    at_depth = tree.row_depths[:, None] == jnp.arange(1, tree.depth + 1)[:, None]  # [B, D, K]
     return (on_path & at_depth).argmax(axis=-1).astype(jnp.int32)
   paths = np.zeros((tree.num_nodes, tree.depth), np.int32)
   for end in range(tree.num_nodes):

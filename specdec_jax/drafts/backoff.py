@@ -12,7 +12,7 @@ from jaxtyping import Int, Int32, Key, UInt32
 from specdec_jax.core.arrays import gather, take
 from specdec_jax.core.sampling import Sampling
 from specdec_jax.core.trees import AnyTree, require_static
-from specdec_jax.core.types import Context, Draft, DraftSpec, Loaded, Proposal
+from specdec_jax.core.types import Context, Draft, DraftOptions, DraftSpec, Loaded, Proposal
 from specdec_jax.data.text import read_lines
 from specdec_jax.errors import InputError, require_count
 from specdec_jax.models.t5 import PAD_ID
@@ -33,7 +33,7 @@ def backoff_ngrams(target: Loaded, path: str, order: int = 4, num_successors: in
   rows = map(vocabulary.encode, read_lines(path))
   params = fit_backoff(rows, order, num_successors, vocabulary.start_id)
 
-  def build(sampling: Sampling, tree: AnyTree) -> BackoffDraft:
+  def build(sampling: Sampling, tree: AnyTree, options=DraftOptions()) -> BackoffDraft:
     return BackoffDraft(tree, order)
 
   return DraftSpec(f"{order}-gram", build, params)

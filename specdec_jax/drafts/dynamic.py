@@ -20,7 +20,7 @@ from specdec_jax.core.arrays import gather
 from specdec_jax.core.processors import Processors, node_prefixes, process, text_prefixes
 from specdec_jax.core.sampling import Sampling
 from specdec_jax.core.trees import AnyTree, DynamicTree
-from specdec_jax.core.types import Context, Draft, Model, Outcome, Proposal
+from specdec_jax.core.types import Context, Draft, DraftOptions, Model, Outcome, Proposal
 from specdec_jax.drafts.model import ModelDraft, extend_last_tokens
 from specdec_jax.errors import InputError, require_count
 
@@ -39,8 +39,7 @@ class DynamicDraft(Draft):
     tree: number of draft tokens and depth of the tree; drafting takes `depth` forward passes.
     width: number of nodes per level that the model processes, and number of children of each such
       node that become candidates.
-    processors: logits processors, which apply to the model's logits.
-    reread: number of tokens in the first forward pass of a round; see `drafts.model.ModelDraft`.
+    options: see `DraftOptions`; all tokens are selected deterministically.
 
   Raises:
     InputError: there are fewer candidates than draft tokens; or `width`, the depth or the number of
@@ -50,14 +49,15 @@ class DynamicDraft(Draft):
   model: Model
   tree: DynamicTree
   width: int = 8
-  processors: Processors = ()
-  reread: int = 2
+  options: DraftOptions = DraftOptions()
 
   def __post_init__(self):
     require_candidates(self.tree, self.width)
 
-  def with_processors(self, processors: Processors) -> "DynamicDraft":
-    return dataclasses.replace(self, processors=processors)
+  @property
+  def reread(self) -> int:
+    """Number of tokens in the first forward pass of a round."""
+    return self.options.reread
 
   def init(self, params: Any, context: Context, hidden: Float[Array, "B C E"]) -> Any:
     # The slots in `context` suffice for the proposed tree; the drafted tree may be larger.
@@ -86,7 +86,7 @@ class DynamicDraft(Draft):
       return logits, cache
 
     proposal, processed, cache = grow(
-      self.tree, self.width, root_logits, extend_level, cache, context, self.processors
+      self.tree, self.width, root_logits, extend_level, cache, context, self.options.processors
     )
     return proposal, (cache, processed)
 
@@ -116,11 +116,13 @@ def require_candidates(tree: DynamicTree, width: int) -> None:
     )
 
 
-def model_draft(model: Model, sampling: Sampling, tree: AnyTree) -> Draft:
+def model_draft(
+  model: Model, sampling: Sampling, tree: AnyTree, options: DraftOptions = DraftOptions()
+) -> Draft:
   """Return the draft that proposes a static or a dynamic tree with a model."""
   if isinstance(tree, DynamicTree):
-    return DynamicDraft(model, tree)
-  return ModelDraft(model, sampling, tree)
+    return DynamicDraft(model, tree, options=options)
+  return ModelDraft(model, sampling, tree, options)
 
 
 def _drafted(tree: DynamicTree, width: int) -> DynamicTree:

@@ -15,8 +15,16 @@ from jaxtyping import Float, Int, Key
 
 from specdec_jax.core.sampling import Sampling
 from specdec_jax.core.trees import AnyTree, NodePlacement, require_static
-from specdec_jax.core.types import Context, DraftSpec, Loaded, Model, Outcome, Proposal
-from specdec_jax.core.wrappers import WrappedDraft
+from specdec_jax.core.types import (
+  Context,
+  DraftOptions,
+  DraftSpec,
+  Loaded,
+  Model,
+  Outcome,
+  Proposal,
+  WrappedDraft,
+)
 from specdec_jax.drafts.model import ModelDraft
 from specdec_jax.errors import InputError
 from specdec_jax.models.families import Config, model_of
@@ -40,9 +48,9 @@ def layer_skip(target: Loaded, layers: Sequence[int]) -> DraftSpec:
   require_layers(layers, target_config.num_decoder_layers)
   config, params = of_layers(target_config, target.params, layers)
 
-  def build(sampling: Sampling, tree: AnyTree) -> LayerSkipDraft:
+  def build(sampling: Sampling, tree: AnyTree, options=DraftOptions()) -> LayerSkipDraft:
     tree = require_static("layer skipping", tree)
-    return LayerSkipDraft(ModelDraft(model_of(config), sampling, tree), tuple(layers))
+    return LayerSkipDraft(ModelDraft(model_of(config), sampling, tree, options), tuple(layers))
 
   return DraftSpec(f"layers {','.join(map(str, layers))}", build, params)
 
@@ -78,6 +86,21 @@ def of_layers(config: Config, params: Any, layers: Sequence[int]) -> tuple[Confi
   rest = {name: x for name, x in decoder.items() if not name.startswith("layers_")}
   config = dataclasses.replace(config, num_decoder_layers=len(layers))
   return config, {"decoder": rest | selected, "token_embedder": params["token_embedder"]}
+
+
+def text_cache(context: Context) -> Any:
+  """Return the target's cache, without the wrapper of simulated acceptance, to read the text in it.
+
+  Raises:
+    InputError: the cache does not hold the text in order, as in a beam search.
+  """
+  cache = unwrapped_cache(context.target_cache)
+  if not cache.layers:
+    raise InputError(
+      "The draft reads the text in the target's cache, which holds all beams of a beam search; "
+      "give it another draft."
+    )
+  return cache
 
 
 def cache_of_layers(cache: Any, layers: Sequence[int]) -> Any:
@@ -156,7 +179,6 @@ class LayerSkipDraft(WrappedDraft):
 
   draft: ModelDraft
   layers: tuple[int, ...]
-  reads_target_cache = True
 
   def init(self, params: Any, context: Context, hidden: Float[Array, "B C E"]) -> Any:
     return ()
@@ -165,8 +187,8 @@ class LayerSkipDraft(WrappedDraft):
     return state
 
   def propose(
-    self, params: Any, state: Any, context: Context, rng: Key[Array, " B *depths"]
+    self, params: Any, state: Any, context: Context, rng: Key[Array, " B"]
   ) -> tuple[Proposal, Any]:
-    cache = cache_of_layers(unwrapped_cache(context.target_cache), self.layers)
+    cache = cache_of_layers(text_cache(context), self.layers)
     logits, _, cache = self.draft.model.extend(params, cache, context.last_token[:, None])
     return self.draft.propose_after(params, cache, context, logits[:, 0], rng)[0], state

@@ -19,8 +19,16 @@ from jaxtyping import Float, Int, Key
 from specdec_jax.core.arrays import gather, take
 from specdec_jax.core.sampling import Sampling, argmax
 from specdec_jax.core.trees import AnyTree, Tree, chain, require_chain
-from specdec_jax.core.types import Context, Draft, DraftSpec, Loaded, Outcome, Proposal
-from specdec_jax.drafts.forest import joined_at_root
+from specdec_jax.core.types import (
+  Context,
+  Draft,
+  DraftOptions,
+  DraftSpec,
+  Loaded,
+  Outcome,
+  Proposal,
+)
+from specdec_jax.drafts.several import joined_at_root
 from specdec_jax.errors import require_count
 from specdec_jax.models.t5 import PAD_ID
 
@@ -31,7 +39,7 @@ def lookahead(target: Loaded, window: int = 5, num_guesses: int = 5) -> DraftSpe
   `DraftSpec.build` must be given a chain, whose gamma is the number of draft tokens per n-gram.
   """
 
-  def build(sampling: Sampling, tree: AnyTree) -> LookaheadDraft:
+  def build(sampling: Sampling, tree: AnyTree, options=DraftOptions()) -> LookaheadDraft:
     require_chain("lookahead decoding", tree)
     return LookaheadDraft(len(target.vocabulary), tree.depth, window, num_guesses)
 

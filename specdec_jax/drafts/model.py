@@ -1,18 +1,18 @@
 """A smaller model as a draft, which proposes a chain or a static tree level by level."""
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any
 
 import jax.numpy as jnp
 from jax import Array, lax
 from jaxtyping import Float, Int, Key
 
-from specdec_jax.beams.drafts import ModelBeamDraft
 from specdec_jax.core.arrays import gather, gather_one, split_rows
-from specdec_jax.core.processors import Processors, node_prefixes, process, text_prefixes
-from specdec_jax.core.sampling import Sampling, sample_logits, sample_siblings
+from specdec_jax.core.processors import node_prefixes, process, text_prefixes
+from specdec_jax.core.sampling import Sampling, position_keys, sample_logits, sample_siblings
 from specdec_jax.core.trees import Tree
-from specdec_jax.core.types import Context, Draft, Model, Outcome, Proposal
+from specdec_jax.core.types import Context, Draft, DraftOptions, Model, Outcome, Proposal
 from specdec_jax.errors import require_count
 
 
@@ -28,12 +28,7 @@ class ModelDraft(Draft):
     model: the approximation model, M_q.
     sampling: sampling method, which turns the model's logits into q; usually the target's.
     tree: tree of the proposals; drafting takes one forward pass per level.
-    independent: whether siblings are sampled independently, with replacement (SpecInfer, SpecTr),
-      instead of without replacement.
-    reread: number of tokens in the first forward pass of a round, which ends with the last
-      committed token. 2 suffices unless rounds commit tokens of other drafts (`drafts.forest`).
-    processors: logits processors, which apply to the model's logits.
-    coupled: whether samples share the noise of the target's samples (`core.verify.gumbel`).
+    options: see `DraftOptions`.
 
   Raises:
     InputError: the tree has no draft tokens.
@@ -42,32 +37,19 @@ class ModelDraft(Draft):
   model: Model
   sampling: Sampling
   tree: Tree
-  independent: bool = False
-  reread: int = 2
-  processors: Processors = ()
-  coupled: bool = False
+  options: DraftOptions = DraftOptions()
 
   def __post_init__(self):
     require_count("gamma", self.tree.depth)
 
-  def with_reread(self, num_tokens: int) -> "ModelDraft":
-    return dataclasses.replace(self, reread=num_tokens)
-
-  def with_processors(self, processors: Processors) -> "ModelDraft":
-    return dataclasses.replace(self, processors=processors)
+  @property
+  def independent_siblings(self) -> bool:  # type: ignore[override]
+    return self.options.independent_siblings
 
   @property
-  def uses_position_keys(self) -> bool:  # type: ignore[override]
-    return self.coupled
-
-  def with_position_keys(self) -> "ModelDraft":
-    return dataclasses.replace(self, coupled=True)
-
-  def with_independent_siblings(self) -> "ModelDraft":
-    return dataclasses.replace(self, independent=True)
-
-  def as_beam_draft(self, num_beams: int, num_nodes: int | None) -> ModelBeamDraft:
-    return ModelBeamDraft(self, num_beams, num_nodes)
+  def reread(self) -> int:
+    """Number of tokens in the first forward pass of a round."""
+    return self.options.reread
 
   def init(self, params: Any, context: Context, hidden: Float[Array, "B C E"]) -> Any:
     return self.model.prefill(params, context.prompt, context.tokens.shape[1])[1]
@@ -93,7 +75,7 @@ class ModelDraft(Draft):
     return cache
 
   def propose(
-    self, params: Any, state: Any, context: Context, rng: Key[Array, " B *depths"]
+    self, params: Any, state: Any, context: Context, rng: Key[Array, " B"]
   ) -> tuple[Proposal, Any]:
     logits, cache = self.start_round(params, state, context)
     return self.propose_after(params, cache, context, logits, rng)
@@ -114,30 +96,20 @@ class ModelDraft(Draft):
     cache: Any,
     context: Context,
     logits: Float[Array, "B V"],
-    rng: Key[Array, " B *depths"],
+    rng: Key[Array, " B"],
   ) -> tuple[Proposal, Any]:
     """Propose tokens, given logits at the last committed token.
 
     The cache holds that token in slot `cache.length`.
     """
-    propose = self._propose_chain if self.tree.is_chain else self._propose_tree
-    return propose(params, cache, context, logits, rng)
+    if self.tree.is_chain:
+      return self._propose_chain(params, cache, context, logits, rng)
 
-  def sample_next(
-    self, rng: Key[Array, " B"], context: Context, logits: Float[Array, "B V"]
-  ) -> tuple[Int[Array, " B"], Float[Array, "B V"], Int[Array, "B T"]]:
-    """Sample the token after the text of a context; return it, its q, and the extended text.
+    def extend_level(cache: Any, tokens: Array, parents: list[int], level: int, tree: Tree):
+      logits, _, cache = self.model.extend(params, cache, tokens, tree, tree.levels[level - 1][0])
+      return logits, cache
 
-    Only logits processors need that text. Without them, the text is returned without the token.
-    """
-    if self.processors:
-      logits = process(self.processors, logits[:, None], text_prefixes(context))[:, 0]
-    token, q = sample_logits(rng, logits, self.sampling, self.coupled)
-    return (
-      token,
-      q,
-      context.with_tokens(token[:, None]).tokens if self.processors else context.tokens,
-    )
+    return draft_tree(self, logits[:, None], extend_level, cache, context, rng)
 
   def _propose_chain(
     self,
@@ -145,59 +117,104 @@ class ModelDraft(Draft):
     cache: Any,
     context: Context,
     logits: Float[Array, "B V"],
-    rng: Key[Array, " B *depths"],
+    rng: Key[Array, " B"],
   ) -> tuple[Proposal, Any]:
     """Sample a chain, one token at a time."""
     gamma = self.tree.depth
-    keys = rng.T if self.coupled else split_rows(rng, gamma)  # [gamma, B]
-    first, first_q, text = self.sample_next(keys[0], context, logits)
+    keys = depth_keys(self.options, context, rng, gamma)
+    first, first_q, text = sample_next(self, keys[0], context, logits)
 
     def step(carry, node_and_key):
       cache, guess, text = carry
       node, key = node_and_key
       logits, _, cache = self.model.extend(params, cache, guess[:, None], self.tree, node)
       after = context._replace(tokens=text, length=context.length + node)
-      guess, q, text = self.sample_next(key, after, logits[:, 0])
+      guess, q, text = sample_next(self, key, after, logits[:, 0])
       return (cache, guess, text), (guess, q)
 
     nodes = jnp.arange(1, gamma)
-    (cache, *_), (guesses, q) = lax.scan(step, (cache, first, text), (nodes, keys[1:gamma]))
+    (cache, *_), (guesses, q) = lax.scan(step, (cache, first, text), (nodes, keys[1:]))
     guesses = jnp.concatenate([first[None], guesses])  # [gamma, B]
     q = jnp.concatenate([first_q[None], q])  # [gamma, B, V]
     return Proposal(guesses.swapaxes(0, 1), q.swapaxes(0, 1)), cache
-
-  def _propose_tree(
-    self,
-    params: Any,
-    cache: Any,
-    context: Context,
-    logits: Float[Array, "B V"],
-    rng: Key[Array, " B *depths"],
-  ) -> tuple[Proposal, Any]:
-    """Sample a tree, one level at a time."""
-    tree, level_logits = self.tree, logits[:, None]  # [B, nodes of the level, V]
-    tokens, q, parent_level = [context.tokens[:, :0]], [], 0
-    keys = rng.T if self.coupled else split_rows(rng, tree.depth)
-    for (first, last), level_keys in zip(tree.levels, keys):
-      if self.processors:
-        guesses = jnp.concatenate(tokens, axis=1)
-        prefixes = node_prefixes(context, guesses, tree, parent_level, first)
-        level_logits = process(self.processors, level_logits, prefixes)
-      counts = [tree.parents.count(node) for node in range(parent_level, first)]
-      level_tokens, level_q = sample_siblings(
-        level_keys, level_logits, self.sampling, counts, self.independent, self.coupled
-      )
-      tokens.append(level_tokens)
-      q.append(level_q)
-      if last < tree.num_nodes:  # the last level is not processed
-        level_logits, _, cache = self.model.extend(params, cache, level_tokens, tree, first)
-      parent_level = first
-    return Proposal(jnp.concatenate(tokens, axis=1), jnp.concatenate(q, axis=1)), cache
 
   def observe(self, params: Any, state: Any, outcome: Outcome) -> Any:
     if self.tree.is_chain:
       return state
     return self.model.commit(state, outcome.length - 1, self.tree, outcome.verification.path)
+
+
+def depth_keys(
+  options: DraftOptions, context: Context, rng: Key[Array, " B"], depth: int
+) -> Key[Array, "{depth} B"]:
+  """Return the keys of the draft tokens of each depth; if coupled, those of their positions."""
+  if not options.coupled:
+    return split_rows(rng, depth)
+  assert context.rng is not None
+  return position_keys(context.rng, context.length, depth).T
+
+
+def sample_next(
+  draft: Any, rng: Key[Array, " B"], context: Context, logits: Float[Array, "B V"]
+) -> tuple[Int[Array, " B"], Float[Array, "B V"], Int[Array, "B T"]]:
+  """Sample the token after the text of a context; return it, its q, and the extended text.
+
+  `draft` has `sampling` and `options`. Only logits processors need the extended text. Without them,
+  the text is returned without the token.
+  """
+  processors, text = draft.options.processors, context.tokens
+  if processors:
+    logits = process(processors, logits[:, None], text_prefixes(context))[:, 0]
+  token, q = sample_logits(rng, logits, draft.sampling, draft.options.coupled)
+  return token, q, context.with_tokens(token[:, None]).tokens if processors else text
+
+
+def draft_tree(
+  draft: Any,
+  logits: Float[Array, "B 1 V"],
+  extend_level: Callable[..., tuple[Array, Any]],
+  carry: Any,
+  context: Context,
+  rng: Key[Array, " B"],
+) -> tuple[Proposal, Any]:
+  """Sample a static tree, one level at a time.
+
+  Args:
+    draft: draft with `tree`, `sampling` and `options`.
+    logits: logits at the last committed token.
+    extend_level: function that processes a level of the tree. It takes (carry, tokens [B, M],
+      parents, level from 1, tree) and returns (logits [B, M, V] after each token, new carry).
+      `parents` are indices into the level above. The last level is not processed.
+    carry: value that `extend_level` receives for level 1.
+    context: context of the round.
+    rng: one key per row.
+
+  Returns:
+    (proposal, last carry).
+  """
+  tree, options, above = draft.tree, draft.options, 0  # `above`: first node of the level above
+  tokens, q = [context.tokens[:, :0]], []
+  keys = depth_keys(options, context, rng, tree.depth)
+  for level, (first, last) in enumerate(tree.levels, 1):
+    if options.processors:
+      guesses = jnp.concatenate(tokens, axis=1)
+      prefixes = node_prefixes(context, guesses, tree, above, first)
+      logits = process(options.processors, logits, prefixes)
+    level_tokens, level_q = sample_siblings(
+      keys[level - 1],
+      logits,
+      draft.sampling,
+      tree.num_children[above:first],
+      options.independent_siblings,
+      options.coupled,
+    )
+    tokens.append(level_tokens)
+    q.append(level_q)
+    if last < tree.num_nodes:
+      parents = [parent - above for parent in tree.parents[first - 1 : last - 1]]
+      logits, carry = extend_level(carry, level_tokens, parents, level, tree)
+    above = first
+  return Proposal(jnp.concatenate(tokens, axis=1), jnp.concatenate(q, axis=1)), carry
 
 
 def extend_last_tokens(

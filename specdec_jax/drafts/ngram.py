@@ -1,7 +1,6 @@
 """Unigram and bigram drafts, which sample from counts at negligible cost (Section 3.6, Table 3)."""
 
 import dataclasses
-import functools
 import itertools
 import os
 from collections.abc import Iterable, Sequence
@@ -17,7 +16,7 @@ from specdec_jax.core.arrays import split_rows
 from specdec_jax.core.atomic_files import atomic_write
 from specdec_jax.core.sampling import Sampling, sample_logits
 from specdec_jax.core.trees import AnyTree, require_chain
-from specdec_jax.core.types import Context, Draft, DraftSpec, Loaded, Proposal
+from specdec_jax.core.types import Context, Draft, DraftOptions, DraftSpec, Loaded, Proposal
 from specdec_jax.data.text import read_lines
 from specdec_jax.data.vocabulary import Vocabulary
 from specdec_jax.errors import InputError, require_count
@@ -37,7 +36,11 @@ def bigram(target: Loaded, path: str) -> DraftSpec:
 def _ngram(name: str, order: int, vocabulary: Vocabulary, path: str) -> DraftSpec:
   rows, start_id = map(vocabulary.encode, read_lines(path)), vocabulary.start_id
   counts = fit_ngrams(rows, len(vocabulary), start_id=start_id)
-  return DraftSpec(name, functools.partial(NgramDraft, order, len(vocabulary)), counts)
+
+  def build(sampling: Sampling, tree: AnyTree, options=DraftOptions()) -> NgramDraft:
+    return NgramDraft(order, len(vocabulary), sampling, tree)
+
+  return DraftSpec(name, build, counts)
 
 
 class Ngrams(NamedTuple):

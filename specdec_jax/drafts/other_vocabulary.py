@@ -15,8 +15,7 @@ from jax import Array
 from jaxtyping import Float, Int
 
 from specdec_jax.core.trees import NodeLayout
-from specdec_jax.core.types import Model
-from specdec_jax.core.wrappers import WrappedModel
+from specdec_jax.core.types import Model, WrappedModel
 from specdec_jax.data.vocabulary import PAD_ID, Vocabulary
 from specdec_jax.errors import InputError
 from specdec_jax.models.layers import MASKED

@@ -11,7 +11,7 @@ from jaxtyping import Int, Key
 from specdec_jax.core.arrays import gather
 from specdec_jax.core.sampling import Sampling
 from specdec_jax.core.trees import AnyTree, Tree, require_static
-from specdec_jax.core.types import Context, Draft, DraftSpec, Loaded, Proposal
+from specdec_jax.core.types import Context, Draft, DraftOptions, DraftSpec, Loaded, Proposal
 from specdec_jax.errors import require_count
 from specdec_jax.models.t5 import PAD_ID
 
@@ -25,7 +25,7 @@ def prompt_lookup(
   """Return a draft that uses prompt lookup; see `PromptLookupDraft`."""
   vocab_size = len(target.vocabulary)
 
-  def build(sampling: Sampling, tree: AnyTree) -> PromptLookupDraft:
+  def build(sampling: Sampling, tree: AnyTree, options=DraftOptions()) -> PromptLookupDraft:
     return PromptLookupDraft(vocab_size, tree, max_ngram, tokens_per_match, from_start)
 
   limit = "" if tokens_per_match is None else f"x{tokens_per_match}"

@@ -17,10 +17,9 @@ from jaxtyping import Float, Int, Key
 
 from specdec_jax.core.arrays import gather, take
 from specdec_jax.core.trees import Tree, chain, require_chain
-from specdec_jax.core.types import Context, Draft, Outcome, Proposal
-from specdec_jax.core.wrappers import WrappedDraft
-from specdec_jax.drafts.forest import concatenated, joined_at_root
-from specdec_jax.errors import InputError, require_count
+from specdec_jax.core.types import Context, Outcome, Proposal, WrappedDraft
+from specdec_jax.drafts.several import concatenated, joined_at_root, require_joinable
+from specdec_jax.errors import require_count
 from specdec_jax.models.t5 import PAD_ID
 
 
@@ -42,42 +41,41 @@ class RecyclingDraft(WrappedDraft):
 
   Its tree has two branches: the chain of the wrapped draft, and the recycled tokens (`realigned`).
   Recycled tokens are selected deterministically. Like the drafts of a `ForestDraft`, the wrapped
-  draft does not receive the outcome of verification, and a draft with a cache starts each round
-  with a forward pass over the tokens that the last round may have committed.
+  draft does not receive the outcome of verification.
 
   Attributes:
-    draft: wrapped draft, which proposes a chain.
+    draft: wrapped draft, which proposes a chain. Its `DraftOptions.reread` covers the tokens that a
+      round may commit.
     num_recycled: maximum number of recycled tokens; at most gamma - 1 tokens follow a rejected one.
     vocab_size: size of the vocabulary, V.
 
   Raises:
     InputError: the tree of the wrapped draft is not a chain, num_recycled is not an integer of at
-      least 0, or (in `init`) the wrapped draft may stop early.
+      least 0, or the wrapped draft cannot be joined (`require_joinable`).
   """
 
   num_recycled: int
   vocab_size: int
   depends_on_outcomes = True
+  independent_siblings = False
 
   def __post_init__(self):
     require_chain("a draft that recycles tokens", self.draft.tree)
+    require_joinable(self.draft)
     require_count("num_recycled", self.num_recycled, 0)
 
   @property
   def tree(self) -> Tree:  # type: ignore[override]
     return self._tree_and_order[0]
 
-  def with_reread(self, num_tokens: int) -> "RecyclingDraft":
-    raise InputError("A draft that recycles tokens cannot be one of several.")
-
   def init(self, params: Any, context: Context, hidden: Float[Array, "B C E"]) -> RecyclingState:
     recycled = jnp.full((len(context.tokens), self.num_recycled), PAD_ID)
-    return RecyclingState(self._rereading_draft.init(params, context, hidden), recycled)
+    return RecyclingState(self.draft.init(params, context, hidden), recycled)
 
   def propose(
-    self, params: Any, state: RecyclingState, context: Context, rng: Key[Array, " B *depths"]
+    self, params: Any, state: RecyclingState, context: Context, rng: Key[Array, " B"]
   ) -> tuple[Proposal, RecyclingState]:
-    proposal, draft_state = self._rereading_draft.propose(params, state.draft, context, rng)
+    proposal, draft_state = self.draft.propose(params, state.draft, context, rng)
     tokens, q = concatenated((proposal, Proposal(state.recycled)), self.vocab_size)
     order = self._tree_and_order[1]
     joined = Proposal(take(tokens, order), None if q is None else take(q, order))
@@ -88,10 +86,6 @@ class RecyclingDraft(WrappedDraft):
     previous, n = take(outcome.proposal.tokens, nodes), outcome.verification.num_accepted
     recycled = realigned(previous, n, outcome.verification.next_token, self.num_recycled)
     return state._replace(recycled=recycled)
-
-  @property
-  def _rereading_draft(self) -> Draft:
-    return self.draft.with_reread(self.tree.depth + 1)
 
   @property
   def _tree_and_order(self) -> tuple[Tree, list[int]]:

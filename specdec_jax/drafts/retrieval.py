@@ -25,7 +25,7 @@ from specdec_jax.core.arrays import gather, gather_token
 from specdec_jax.core.atomic_files import atomic_write
 from specdec_jax.core.sampling import Sampling
 from specdec_jax.core.trees import AnyTree, DynamicTree, Tree
-from specdec_jax.core.types import Context, Draft, DraftSpec, Loaded, Proposal
+from specdec_jax.core.types import Context, Draft, DraftOptions, DraftSpec, Loaded, Proposal
 from specdec_jax.data.text import read_lines
 from specdec_jax.data.vocabulary import Vocabulary
 from specdec_jax.errors import InputError, require_count
@@ -80,7 +80,7 @@ def retrieval(
     lines = [] if path is None else read_lines(path)
     store = build_datastore(map(vocabulary.encode, lines), vocabulary.start_id, capacity)
 
-  def build(sampling: Sampling, tree: AnyTree) -> RetrievalDraft:
+  def build(sampling: Sampling, tree: AnyTree, options=DraftOptions()) -> RetrievalDraft:
     return RetrievalDraft(tree, max_context, num_matches, tokens_per_match)
 
   limit = "" if tokens_per_match is None else f" x{tokens_per_match}"

@@ -10,14 +10,14 @@ from jaxtyping import Int, Key
 
 from specdec_jax.core.sampling import Sampling
 from specdec_jax.core.trees import AnyTree, require_static
-from specdec_jax.core.types import Context, Draft, DraftSpec, Loaded, Proposal
+from specdec_jax.core.types import Context, Draft, DraftOptions, DraftSpec, Loaded, Proposal
 
 
 def uniform(target: Loaded) -> DraftSpec:
   """Return a draft that samples uniformly from the vocabulary of a target."""
   vocab_size = len(target.vocabulary)
 
-  def build(sampling: Sampling, tree: AnyTree) -> UniformDraft:
+  def build(sampling: Sampling, tree: AnyTree, options=DraftOptions()) -> UniformDraft:
     return UniformDraft(vocab_size, tree)
 
   return DraftSpec("uniform", build)
@@ -34,6 +34,7 @@ class UniformDraft(Draft):
 
   vocab_size: int
   tree: AnyTree
+  independent_siblings = True
 
   def propose(
     self, params: Any, state: Any, context: Context, rng: Key[Array, " B"]

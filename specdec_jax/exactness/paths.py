@@ -115,9 +115,7 @@ class PathDraft(ModelDraft):
 
   def propose(self, params: Any, state: Any, context: Context, rng: Array) -> tuple[Proposal, Any]:
     (cache, plan), plans = state, plans_of(self.tree)
-    chain_draft = ModelDraft(
-      self.model, self.sampling, chain(self.tree.depth), processors=self.processors
-    )
+    chain_draft = ModelDraft(self.model, self.sampling, chain(self.tree.depth), self.options)
     (text, *_), cache = chain_draft.propose(params, cache, context, rng)
     tokens = plans.tokens(plan, text, self.model.vocab_size)
     shape = plans.shape(plan, self.tree)

@@ -22,8 +22,16 @@ from specdec_jax.core.loading import DecodeSettings
 from specdec_jax.core.processors import Processors
 from specdec_jax.core.sampling import Sampling, distribution, row_keys
 from specdec_jax.core.trees import Tree, require_static
-from specdec_jax.core.types import Context, DecodeResult, Model, Outcome, Params, Proposal
-from specdec_jax.core.wrappers import WrappedDraft
+from specdec_jax.core.types import (
+  Context,
+  DecodeResult,
+  DraftOptions,
+  Model,
+  Outcome,
+  Params,
+  Proposal,
+  WrappedDraft,
+)
 from specdec_jax.exactness.martingale import MIN_PROB, RoundScores, Scores, joined
 from specdec_jax.exactness.processed import processed
 from specdec_jax.measure.alpha import teacher_forced_logits
@@ -101,9 +109,7 @@ def recorded(
   The function runs the rounds of the decoding loop, with a draft that records its proposals and
   their outcomes. If `eos_id` is None, the EOS of the pair's vocabulary ends a text.
   """
-  draft = pair.draft.build(sampling, tree)
-  if processors:
-    draft = draft.with_processors(processors)
+  draft = pair.draft.build(sampling, tree, DraftOptions(processors))
   draft = RecordingDraft(draft, pair.target.model.vocab_size)
   eos_id = pair.vocabulary.eos_id if eos_id is None else eos_id
   decoder = Decoder(pair.target.model, draft, pair.verifier_for(sampling), eos_id, processors)

@@ -272,7 +272,7 @@ def _measure(
       **acceptance,
     )
     draft = pair.draft.build(sampling, chain(gamma))
-    if draft.verify_lengths:  # the costs apply only to rounds that propose all tokens
+    if draft.tree.verify_lengths:  # the costs apply only to rounds that propose all tokens
       yield dataclasses.replace(measured, c=None, draft_step_ms=None)
     elif not is_own_baseline:
       yield measured

@@ -8,8 +8,7 @@ import jax.numpy as jnp
 from jax import Array
 from jaxtyping import Key
 
-from specdec_jax.core.types import Model
-from specdec_jax.core.wrappers import WrappedModel
+from specdec_jax.core.types import Model, WrappedModel
 from specdec_jax.errors import InputError
 from specdec_jax.models.config import GPTConfig, T5Config
 from specdec_jax.models.gpt import GPT, GPTModel

@@ -15,8 +15,14 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionS
 from jaxtyping import Float, Int, Key
 
 from specdec_jax.core.trees import AnyTree, NodeLayout
-from specdec_jax.core.types import Context, Outcome, Proposal
-from specdec_jax.core.wrappers import WrappedDraft, WrappedModel
+from specdec_jax.core.types import (
+  Context,
+  DraftOptions,
+  Outcome,
+  Proposal,
+  WrappedDraft,
+  WrappedModel,
+)
 from specdec_jax.errors import InputError, require_count
 from specdec_jax.models.config import T5Config, TransformerConfig
 from specdec_jax.models.families import config_of
@@ -241,8 +247,8 @@ def sharded(pair: Any, mesh: AnyMesh, rules: Rules = RULES, draft_rules: Rules =
   def put(params, rules, config=None):
     return jax.device_put(params, param_shardings(params, mesh, rules, config))
 
-  def build(sampling, tree):
-    return PartitionedDraft(pair.draft.build(sampling, tree), mesh, draft_rules)
+  def build(sampling, tree, options=DraftOptions()):
+    return PartitionedDraft(pair.draft.build(sampling, tree, options), mesh, draft_rules)
 
   model = PartitionedModel(pair.target.model, mesh, rules)
   params = put(pair.target.params, rules, config_of(pair.target.model))

@@ -11,8 +11,7 @@ from jax import Array
 from jaxtyping import Bool, Float, Int, UInt
 
 from specdec_jax.core.trees import AnyTree, NodeLayout, chain, require_static
-from specdec_jax.core.types import Model
-from specdec_jax.core.wrappers import WrappedModel
+from specdec_jax.core.types import Model, WrappedModel
 from specdec_jax.errors import require_number
 
 _BASE = np.uint32(0x9E3779B1)  # odd and large: hashes are polynomials in it, modulo 2^32

@@ -32,7 +32,15 @@ from specdec_jax.core.processors import (
 )
 from specdec_jax.core.sampling import Sampling, distribution
 from specdec_jax.core.trees import Tree, chain
-from specdec_jax.core.types import AnyArray, Context, DecodeResult, Params, Proposal, Verifier
+from specdec_jax.core.types import (
+  AnyArray,
+  Context,
+  DecodeResult,
+  DraftOptions,
+  Params,
+  Proposal,
+  Verifier,
+)
 from specdec_jax.core.verify.tokens import TokenVerifier
 from specdec_jax.drafts.model import ModelDraft
 from specdec_jax.errors import InputError, require_count
@@ -257,7 +265,6 @@ class SpeculativeModel(models.EncoderDecoderModel):
       result = searcher.run(params, source, max_new_tokens=steps)
       return _best_last(result, call["return_all_decodes"])
 
-    draft, verifier = self._draft_and_verifier(settings)
     if settings["topk"] and settings["topp"]:
       raise InputError(
         f"topk is {settings['topk']} and topp is {settings['topp']}; as in t5x's "
@@ -279,10 +286,8 @@ class SpeculativeModel(models.EncoderDecoderModel):
       processors += (ForcedPrefix(jnp.where(is_forced, prompt, -1)),)
       limit = jnp.minimum(num_forced + steps, length)
       options = {"max_new_tokens": length, "limit": limit, "num_forced": num_forced}
-    draft_with_processors = draft.with_processors(processors)
-    decoder = Decoder(
-      self._target_model, draft_with_processors, verifier, settings["eos_id"], processors
-    )
+    draft, verifier = self._draft_and_verifier(settings, processors)
+    decoder = Decoder(self._target_model, draft, verifier, settings["eos_id"], processors)
     rng = jax.random.split(rng, num_rows)
     if self._num_slots is not None and not call["prompt_with_targets"]:
       sources, options["num_slots"] = jnp.repeat(source, num_decodes, axis=0), self._num_slots
@@ -313,13 +318,16 @@ class SpeculativeModel(models.EncoderDecoderModel):
     draft = ModelBeamDraft(model_draft, draft_beams)
     return BeamSearcher(self._target_model, draft, num_beams, settings["alpha"], settings["eos_id"])
 
-  def _draft_and_verifier(self, settings: Mapping[str, Any]) -> tuple[ModelDraft, Verifier]:
+  def _draft_and_verifier(
+    self, settings: Mapping[str, Any], processors: Processors = ()
+  ) -> tuple[ModelDraft, Verifier]:
     """Return the draft and the verifier with the given settings, named as in `_settings`."""
     sampling = Sampling(settings["temperature"], settings["topk"], settings["topp"] or 1.0)
     tree = chain(settings["gamma"]) if settings["tree"] is None else Tree(settings["tree"])
     verifier = settings["verifier"](sampling).with_lenience(settings["lenience"])
-    draft = _Draft(self._draft_model, sampling, tree, verifier.needs_independent_siblings)
-    return draft, verifier
+    coupled, independent = verifier.uses_position_keys, verifier.needs_independent_siblings
+    options = DraftOptions(processors, coupled, independent)
+    return _Draft(self._draft_model, sampling, tree, options), verifier
 
   def _scores(
     self,

@@ -17,8 +17,7 @@ import numpy as np
 from flax import traverse_util
 from jax import Array
 
-from specdec_jax.drafts.heads import SpeculatorConfig, head_of
-from specdec_jax.drafts.heads.base import TargetOutputs, gather_positions
+from specdec_jax.drafts.heads.base import DraftHead, TargetOutputs, gather_positions
 from specdec_jax.errors import InputError
 from specdec_jax.models.families import Config, model_of, with_feature_layers
 from specdec_jax.train.batches import NO_TOKEN, Batch
@@ -26,7 +25,7 @@ from specdec_jax.train.objectives import Divergence, Objective, divergences, mod
 
 
 def speculator_objective(
-  config: SpeculatorConfig,
+  head: DraftHead,
   target: Config,
   target_params: Any,
   divergence: Divergence = "forward_kl",
@@ -43,7 +42,7 @@ def speculator_objective(
   token is sampled from the target's logits and not from the head, so it is not counted.
 
   Args:
-    config: configuration of the head.
+    head: the draft head.
     target: configuration of the target.
     target_params: parameters of the target.
     divergence: divergence between the distributions of the head and of the target
@@ -57,7 +56,6 @@ def speculator_objective(
   Raises:
     InputError: the head does not fit the target.
   """
-  head = head_of(config)
   head.require_target(target)
   model: Any = with_feature_layers(model_of(target), head.feature_layers)
   draft_logits = head.training_logits(target, stride)
@@ -71,7 +69,7 @@ def speculator_objective(
     last_token = jnp.take_along_axis(start_tokens, start_lengths[:, None] - 1, axis=1)
     # Inputs after the text may be any token.
     inputs = jnp.concatenate([last_token, jnp.maximum(batch.targets[:, :-1], 0)], axis=1)
-    _, cache = model.prefill(frozen, prompt, start_tokens.shape[1] + length + config.gamma)
+    _, cache = model.prefill(frozen, prompt, start_tokens.shape[1] + length + head.training_slots)
     _, hidden, cache = model.extend(frozen, cache, inputs)
     hidden = jnp.pad(hidden[:, :-1], ((0, 0), (1, 0), (0, 0)))
     return TargetOutputs(inputs, hidden, cache, rng, prompt, jnp.asarray(batch.targets), progress)
@@ -84,7 +82,7 @@ def speculator_objective(
     per_token = divergences(logits, labels, label_weights, divergence, progress)
     is_token = gather_positions(batch.targets, positions, NO_TOKEN) != NO_TOKEN
     weight = is_token * decay ** jnp.arange(positions.shape[-1])
-    return (per_token * weight).sum() / weight.sum()
+    return _ratio((per_token * weight).sum(), weight.sum())
 
   def loss(params, frozen: Any, batch: Batch, rng: Array, progress: Array) -> Array:
     outputs = target_outputs(frozen, batch, rng, progress)
@@ -100,14 +98,14 @@ def speculator_objective(
     acceptance_length = 1 + jnp.cumprod(accepted, axis=-1).sum(axis=-1)
     return {
       "valid_loss": weighted_loss(logits, batch, positions, 0.0),
-      "valid_acceptance_length": (acceptance_length * is_round).sum() / is_round.sum(),
+      "valid_acceptance_length": _ratio((acceptance_length * is_round).sum(), is_round.sum()),
     }
 
   return Objective(head.init, loss, scores, target_params)
 
 
 def joint_objective(
-  config: SpeculatorConfig,
+  head: DraftHead,
   target: Config,
   head_weight: float,
   target_rate: float,
@@ -123,7 +121,7 @@ def joint_objective(
   ...}. The validation scores are this loss, the accuracy of the target, and the acceptance length.
 
   Args:
-    config: configuration of the head.
+    head: the draft head.
     target: configuration of the target, with the dropout rate of training. Dropout applies to the
       target's own loss only.
     head_weight: weight of the head's loss.
@@ -133,24 +131,29 @@ def joint_objective(
     stride: distance between anchors, in tokens.
   """
   backbone = model_objective(target, label_smoothing)
-  head = speculator_objective(config, target, (), divergence, stride)
+  objective = speculator_objective(head, target, (), divergence, stride)
 
   def init(rng: Array) -> Any:
-    return {"target": backbone.init(rng), "head": head.init(rng)}
+    return {"target": backbone.init(rng), "head": objective.init(rng)}
 
   def loss(params, frozen: Any, batch: Batch, rng: Array, progress: Array) -> Array:
     dropout_rng, anchor_rng = jax.random.split(rng)
     of_target = backbone.loss(params["target"], frozen, batch, dropout_rng, progress)
-    of_head = head.loss(params["head"], params["target"], batch, anchor_rng, progress)
+    of_head = objective.loss(params["head"], params["target"], batch, anchor_rng, progress)
     return of_target + head_weight * of_head
 
   def scores(params, frozen: Any, batch: Batch) -> dict[str, Array]:
     of_target = backbone.scores(params["target"], frozen, batch)
-    of_head = head.scores(params["head"], params["target"], batch)
+    of_head = objective.scores(params["head"], params["target"], batch)
     valid_loss = of_target["valid_loss"] + head_weight * of_head["valid_loss"]
     return {**of_target, **of_head, "valid_loss": valid_loss}
 
   return Objective(init, loss, scores, rates={"target": target_rate, "head": 1.0})
+
+
+def _ratio(total: Array, count: Array) -> Array:
+  """Return total / count, or 0 if nothing was counted: texts may be too short for an anchor."""
+  return total / jnp.where(count > 0, count, 1)
 
 
 def warm_start(params: Any, model_config: Config, model_params: Any) -> Any:

@@ -19,7 +19,7 @@ from specdec_jax.core.trees import chain
 from specdec_jax.core.types import Params
 from specdec_jax.core.verify.tokens import TokenVerifier
 from specdec_jax.drafts.composed import stop_at_miss_draft
-from specdec_jax.drafts.heads import speculator_config
+from specdec_jax.drafts.heads import new_head
 from specdec_jax.drafts.retrieval import retrieval
 from specdec_jax.load import load_pair, random_speculator
 from specdec_jax.measure import records
@@ -30,10 +30,10 @@ from specdec_jax.measure.alpha import proposals
 def pair():
   """Return the tiny target with a random EAGLE head as its draft."""
   folder = tiny_pair.folder()
-  shape = functools.partial(speculator_config, kind="eagle", gamma=3, emb_dim=32, mlp_dim=32)
+  shape = functools.partial(new_head, kind="eagle", gamma=3, emb_dim=32, mlp_dim=32)
   return load_pair(
     target=str(folder / "target"),
-    draft=functools.partial(random_speculator, config=shape),
+    draft=functools.partial(random_speculator, head=shape),
     vocabulary=str(folder / "vocabulary.model"),
     max_source_tokens=24,
     kernels="xla",

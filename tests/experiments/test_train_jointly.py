@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import tiny_pair
 from test_contract import GREEDY, LIMIT
-from test_learned import module
+from test_learned import tiny_head
 from test_training import (  # noqa: F401
   CONFIG,
   batch_of,
@@ -23,7 +23,7 @@ from specdec_jax.checkpoints.folder import load_model, open_folder, save_model
 from specdec_jax.core.sampling import row_keys
 from specdec_jax.core.trees import chain
 from specdec_jax.data.vocabularies import open_vocabulary
-from specdec_jax.drafts.heads import init_params, speculator_config
+from specdec_jax.drafts.heads import init_params, new_head
 from specdec_jax.errors import InputError
 from specdec_jax.load import load_pair
 from specdec_jax.train.batches import ParallelText
@@ -33,7 +33,7 @@ from specdec_jax.train.trainer import TrainSettings, train
 
 ROOT = tiny_pair.folder
 TARGET = tiny_pair.random_params(CONFIG, 0)
-HEAD = module("heads", CONFIG)
+HEAD = tiny_head(CONFIG, "heads")
 STEPS = TrainSettings(epochs=1, tokens_per_batch=16, peak_learning_rate=0.05, warmup_steps=0)
 
 
@@ -95,7 +95,7 @@ def run(path, output, **changes):
     targets=["train.de"],
     valid_source="val.en",
     valid_target="val.de",
-    config=functools.partial(speculator_config, kind="heads", gamma=3),
+    head=functools.partial(new_head, kind="heads", gamma=3),
     settings=settings(),
     vocabulary=str(ROOT() / "vocabulary.model"),
     target=str(ROOT() / "target"),
@@ -138,7 +138,7 @@ def test_training_starts_from_the_target_and_from_a_given_head(tmp_path, monkeyp
   train_calls = []
   monkeypatch.setattr(commands, "train", lambda *args: train_calls.append(args) or args[5])
   target, params = load_model(str(ROOT() / "target"))
-  config = speculator_config(target, kind="heads", gamma=3)
+  config = new_head(target, kind="heads", gamma=3)
   save_model(str(tmp_path / "head"), config, head_params(config))
   start = dict(texts="references", start=str(tmp_path / "head"))
   run(tmp_path, "out", **start)
@@ -151,4 +151,4 @@ def test_training_starts_from_the_target_and_from_a_given_head(tmp_path, monkeyp
   same(init, {"target": params, "head": load_model(str(tmp_path / "head"))[1]})
   same(random_init["head"], init_params(config, jax.random.key(0)))
   with pytest.raises(InputError, match="does not fit"):
-    run(tmp_path, "out", **start, config=functools.partial(speculator_config, kind="eagle"))
+    run(tmp_path, "out", **start, head=functools.partial(new_head, kind="eagle"))

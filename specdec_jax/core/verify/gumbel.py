@@ -46,7 +46,6 @@ class GumbelVerifier(Verifier):
     logits: Float[Array, "B K V"],
   ) -> Verification:
     """Verify a proposal with the target's logits at the nodes of its tree."""
-    batch, num_nodes, _ = logits.shape
-    depths = jnp.broadcast_to(jnp.asarray(tree.depths), (batch, num_nodes))
+    depths = jnp.broadcast_to(tree.row_depths, logits.shape[:2])
     tokens = argmax(perturbed(gather(rng, depths), logits, self.sampling))
     return follow(tree, proposal.tokens, tokens)

@@ -6,8 +6,8 @@ accepted, where each has its own u, uniform in [0, 1). The threshold rho in [1, 
 1 - (1 - beta)^K = rho beta with beta = sum_x min(q(x), p(x) / rho). If all are rejected, the next
 token is sampled from p(x) - min(q(x), p(x) / rho) (1 - (1 - beta)^K) / beta, normalized.
 
-The method is exact for siblings that are sampled independently (`Draft.with_independent_siblings`)
-and for chains, where it is Algorithm 1. It is not exact for siblings sampled without replacement.
+The method is exact for siblings that are sampled independently (`Draft.independent_siblings`) and
+for chains, where it is Algorithm 1. It is not exact for siblings sampled without replacement.
 """
 
 import dataclasses
@@ -53,7 +53,7 @@ def guess_probs(
 ) -> tuple[Float[Array, "B N"], Float[Array, "B N"]]:
   """Return rho q(x) and p(x) of each draft token x, where rho is the threshold of its siblings."""
   parents = np.array(tree.parents)
-  counts = np.array([tree.parents.count(parent) for parent in parents], np.float32)
+  counts = tree.num_children[parents].astype(np.float32)
   parent_p = take(p, parents)
   rho = threshold(q, parent_p, counts)
   return rho * gather_token(q, tokens), gather_token(parent_p, tokens)
@@ -83,7 +83,7 @@ def residual_at(
   tree: Tree, q: Float[Array, "B N V"], p: Float[Array, "B K V"], end: Int[Array, " B"]
 ) -> Float[Array, "B V"]:
   """Return weights of the next token after the node `end`, whose children were all rejected."""
-  count = jnp.asarray([tree.parents.count(node) for node in range(tree.num_nodes)])[end]
+  count = jnp.asarray(tree.num_children, jnp.int32)[end]
   child = jnp.asarray(tree.children[:, 0])[end]
   child_q = gather(q, jnp.minimum(child, tree.num_guesses - 1)[:, None])  # [B, 1, V]
   target = gather(p, end[:, None])

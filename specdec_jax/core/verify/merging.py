@@ -1,6 +1,6 @@
 """Token verification in which equal tokens of several drafts are merged. Exact.
 
-Several drafts in one tree (`drafts.forest`) may propose the same token after the same text, with
+Several drafts in one tree (`drafts.several`) may propose the same token after the same text, with
 different continuations. SpecInfer (Miao et al., 2024) merges such nodes in a prefix
 tree. Above temperature 0, `core.verify.tokens` keeps them apart, and follows only the continuation
 of the node that it accepts.

@@ -117,12 +117,10 @@ def follow(tree: AnyTree, guesses: Int[Array, "B N"], tokens: Int[Array, "B K"])
   This is exact for draft tokens that were all selected deterministically, and at temperature 0. The
   result then has the same distribution as that of `verify`. Of equal siblings, any continues.
   """
-  num_nodes = tokens.shape[1]
   parents = jnp.broadcast_to(jnp.asarray(tree.parents, jnp.int32), guesses.shape)
-  depths = jnp.broadcast_to(jnp.asarray(tree.depths), tokens.shape)
+  depths = jnp.broadcast_to(tree.row_depths, tokens.shape)
   accepted = arrays.gather(tokens, parents) == guesses
-  ancestors = jnp.reshape(tree.ancestors, (-1, num_nodes, num_nodes))[:, 1:, 1:]
-  reached = (accepted[:, None] | ~ancestors).all(axis=-1)
+  reached = (accepted[:, None] | ~tree.row_ancestors[:, 1:, 1:]).all(axis=-1)
   reached = jnp.pad(reached, ((0, 0), (1, 0)), constant_values=True)
   end = jnp.where(reached, depths, -1).argmax(axis=1)  # the first of the deepest reached nodes
   return Verification(gather_one(depths, end), gather_one(tokens, end), path_to(tree, end))

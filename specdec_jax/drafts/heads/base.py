@@ -1,4 +1,4 @@
-"""Contract and configuration of learned draft heads: small modules trained for one target.
+"""Contract of learned draft heads: small modules trained for one target.
 
 Most heads reuse results of the target, such as its hidden states or the encoded source. A head is
 trained for one target, usually with the target frozen, and drafts only for that target. A new kind
@@ -21,8 +21,9 @@ from jaxtyping import Bool, Float, Int, Key, Shaped
 
 from specdec_jax.core.sampling import Sampling
 from specdec_jax.core.trees import AnyTree, Tree, require_static
-from specdec_jax.core.types import Context, Draft
-from specdec_jax.errors import InputError, require_count
+from specdec_jax.core.types import Context, Draft, DraftOptions
+from specdec_jax.drafts.layer_skip import require_layers
+from specdec_jax.errors import InputError
 from specdec_jax.models.config import T5Config, TransformerConfig
 from specdec_jax.models.decoder import KeysValues
 from specdec_jax.models.families import Config
@@ -30,50 +31,6 @@ from specdec_jax.models.simulated import unwrapped_cache
 
 # Cross-attention keys and values of a layer of the target, and their bias; None without an encoder.
 Source = tuple[KeysValues, Array] | tuple[None, None]
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class SpeculatorConfig(TransformerConfig):
-  """Configuration of a learned draft head.
-
-  `emb_dim` is the width of the draft head itself. Its attention heads are of the same size as the
-  target's. There are as many as in the target; heads of kind 'drafter' may have another number.
-
-  Attributes:
-    kind: name of the head in `drafts.heads.HEADS`.
-    state_dim: width of the target's hidden states, E.
-    gamma: number of consecutive draft tokens that heads of kind 'heads', 'eagle', 'parallel',
-      'pass' and 'drafter' are trained for. Of these, all but 'eagle' propose at most this many;
-      heads of other kinds may propose more. In heads of kind 'conditioned', it is
-      `ConditionedT5.offsets`.
-    rank: rank of the correction of the logits in heads of kind 'parallel'.
-    exit_layers: number of decoder layers of the target before a head of kind 'early_exit'.
-    layers: numbers of decoder layers of the target, in ascending order. A head of kind 'early_exit'
-      follows these layers; None for the first `exit_layers`. Heads of kind 'conditioned',
-      'features' and 'eagle_text' read the outputs of these layers as the target's hidden states,
-      one after the other (EAGLE-3; Li et al., 2025); None for the state after the final norm.
-    num_encoder_layers: number of encoder layers of a head of kind 'drafter'.
-    has_encoder: whether the target has an encoder.
-  """
-
-  embedding_std: ClassVar[float] = 1.0
-  logits_divisor: ClassVar[float] = 1.0
-
-  kind: str
-  state_dim: int
-  gamma: int
-  rank: int = 64
-  exit_layers: int = 1
-  layers: tuple[int, ...] | None = None
-  num_encoder_layers: int = 1
-  has_encoder: bool = True
-
-  def __post_init__(self):
-    super().__post_init__()
-    for name in ("state_dim", "gamma", "rank", "exit_layers", "num_encoder_layers"):
-      require_count(name, getattr(self, name))
-    if self.layers is not None:  # JSON has lists only
-      object.__setattr__(self, "layers", tuple(self.layers))
 
 
 class TargetOutputs(NamedTuple):
@@ -104,32 +61,61 @@ class TargetOutputs(NamedTuple):
 DraftLogits = Callable[[Any, Any, TargetOutputs], tuple[Array, Array]]
 
 
-@dataclasses.dataclass(frozen=True)
-class DraftHead(abc.ABC):
-  """Learned draft head of one kind: its parameters, its draft and its training logits.
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DraftHead(TransformerConfig, abc.ABC):
+  """Learned draft head: its sizes, and how it is initialized, trained and used as a draft.
+
+  Each kind of head is a subclass with fields for its own settings. The sizes of `TransformerConfig`
+  are those of the head's own layers, if it has any; attention heads are of the target's size.
 
   Attributes:
-    config: configuration of the head.
+    kind: name of the head in `drafts.heads.HEADS`.
+    state_dim: width of the target's hidden states, E.
+    has_encoder: whether the target has an encoder.
     needs_encoder: whether the head works only with a target that has an encoder.
     uses_cross_attention: whether the head attends to the source through the target's
       cross-attention keys and values, if the target has an encoder.
   """
 
-  config: SpeculatorConfig
+  embedding_std: ClassVar[float] = 1.0
+  logits_divisor: ClassVar[float] = 1.0
   needs_encoder: ClassVar[bool] = False
   uses_cross_attention: ClassVar[bool] = False
 
+  kind: str
+  state_dim: int
+  has_encoder: bool = True
+  emb_dim: int = 160
+  mlp_dim: int = 512
+  num_decoder_layers: int = 2
+
   @property
   def feature_layers(self) -> tuple[int, ...]:
-    """Decoder layers of the target whose outputs the head reads as hidden states; see `Decoder`."""
+    """Layers of the target whose outputs the head reads as hidden states.
+
+    By default there are none, and the hidden states are those after the target's final norm.
+    """
     return ()
+
+  @property
+  def training_slots(self) -> int:
+    """Number of slots that training needs in the target's cache after a text."""
+    return 0
+
+  @property
+  def t5(self) -> T5Config:
+    """Configuration of a T5 whose decoder is the head."""
+    names = {field.name for field in dataclasses.fields(T5Config)} & vars(self).keys()
+    return T5Config(**{"num_encoder_layers": 1} | {name: getattr(self, name) for name in names})
 
   @abc.abstractmethod
   def init(self, rng: Key[Array, ""]) -> Any:
     """Return random parameters of the head (float32)."""
 
   @abc.abstractmethod
-  def draft(self, target: Config, sampling: Sampling, tree: AnyTree) -> Draft:
+  def draft(
+    self, target: Config, sampling: Sampling, tree: AnyTree, options: DraftOptions
+  ) -> Draft:
     """Return the draft that proposes with this head for a target.
 
     Raises:
@@ -146,7 +132,8 @@ class DraftHead(abc.ABC):
 
     Args:
       target: configuration of the target.
-      stride: distance between anchors, in tokens.
+      stride: distance between anchors, in tokens. Heads that learn one draft token after each token
+        of the text ignore it.
     """
 
   def feature_loss(
@@ -160,50 +147,40 @@ class DraftHead(abc.ABC):
 
   def require_target(self, target: TransformerConfig) -> None:
     """Raise InputError if the target lacks the encoder, the shape or layers that the head needs."""
-    config = self.config
     if self.needs_encoder and not target.has_encoder:
       raise InputError(
-        f"A draft of kind {config.kind!r} needs a source, and this target has no encoder."
+        f"A draft of kind {self.kind!r} needs a source, and this target has no encoder."
       )
-    expected: tuple[Any, ...] = config.has_encoder, config.state_dim
+    expected: tuple[Any, ...] = self.has_encoder, self.state_dim
     width = target.emb_dim * max(1, len(self.feature_layers))
     actual: tuple[Any, ...] = target.has_encoder, width
-    if self.uses_cross_attention and config.has_encoder:
-      expected += config.kv_heads, config.head_dim
+    if self.uses_cross_attention and self.has_encoder:
+      expected += self.kv_heads, self.head_dim
       actual += target.kv_heads, target.head_dim
     if expected != actual:
       raise InputError(
         f"The draft is for a target with (encoder, width of states, heads) {expected}, this one "
         f"has {actual}; use the target that it was trained on."
       )
+    if self.feature_layers:
+      require_layers(self.feature_layers, target.num_decoder_layers)
 
   def require_static(self, tree: AnyTree) -> Tree:
     """Return `tree`, or raise InputError if it is dynamic."""
-    return require_static(f"a draft of kind {self.config.kind!r}", tree)
+    return require_static(f"a draft of kind {self.kind!r}", tree)
 
   def example_source(self) -> tuple[KeysValues, Array]:
     """Return zeros as keys, values and bias of one source token, to initialize parameters with."""
-    keys = jnp.zeros((1, self.config.kv_heads, 1, self.config.head_dim))
+    keys = jnp.zeros((1, self.kv_heads, 1, self.head_dim))
     return (keys, keys), jnp.zeros((1, 1, 1, 1))
 
 
-def require_depth(config: SpeculatorConfig, depth: int) -> None:
+def require_depth(gamma: int, depth: int) -> None:
   """Raise InputError if a head has been trained for fewer consecutive draft tokens than `depth`."""
-  if depth > config.gamma:
+  if depth > gamma:
     raise InputError(
-      f"gamma is {depth}, but this draft makes up to {config.gamma} guesses in a row; lower gamma."
+      f"gamma is {depth}, but this draft makes up to {gamma} guesses in a row; lower gamma."
     )
-
-
-def decoder_config(config: SpeculatorConfig) -> T5Config:
-  """Return the configuration of a T5 whose decoder is the draft head.
-
-  Only heads of kind 'drafter' also use its encoder.
-  """
-  shared = {
-    field.name: getattr(config, field.name) for field in dataclasses.fields(TransformerConfig)
-  }
-  return T5Config(**shared, num_encoder_layers=config.num_encoder_layers)
 
 
 def target_cache(context: Context) -> Any:

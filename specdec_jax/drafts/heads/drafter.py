@@ -27,17 +27,14 @@ from jax import Array
 from jaxtyping import Bool, Float, Int, Key
 
 from specdec_jax.core.arrays import gather
-from specdec_jax.core.processors import Processors
 from specdec_jax.core.sampling import Sampling
 from specdec_jax.core.trees import AnyTree, NodePlacement
-from specdec_jax.core.types import Context, Proposal
+from specdec_jax.core.types import Context, DraftOptions, Proposal
 from specdec_jax.drafts.heads.base import (
   DraftHead,
   DraftLogits,
   TargetOutputs,
-  decoder_config,
   gather_positions,
-  require_depth,
   round_positions,
 )
 from specdec_jax.drafts.heads.stateless import LevelwiseDraft
@@ -171,39 +168,17 @@ class DrafterDraft(LevelwiseDraft):
   All nodes of one depth of the tree have the logits of the same placeholder. The pass covers all
   placeholders that the head was trained with, because they attend to each other. The parameters are
   those of the head, and the state is its cache.
-
-  Attributes:
-    head: the head.
-    sampling, tree, width, processors: see `LevelwiseDraft`.
-    reread: number of committed tokens in the pass; at least the number of tokens that a round may
-      commit.
-
-  Raises:
-    InputError: the tree is deeper than the head can propose, or a dynamic tree has more draft
-      tokens than there are candidates.
   """
 
-  head: "DrafterHead"
-  sampling: Sampling
-  tree: AnyTree
-  width: int
-  reread: int
-  processors: Processors = ()
-
-  def __post_init__(self):
-    require_depth(self.head.config, self.tree.depth)
-    super().__post_init__()
-
-  def with_reread(self, num_tokens: int) -> "DrafterDraft":
-    return dataclasses.replace(self, reread=max(self.reread, num_tokens))
-
-  def with_processors(self, processors: Processors) -> "DrafterDraft":
-    return dataclasses.replace(self, processors=processors)
+  @property
+  def reread(self) -> int:
+    """Number of committed tokens in the pass, which covers those that a round may commit."""
+    return max(self.options.reread, self.tree.depth + 1)
 
   def init(self, params: Any, context: Context, hidden: Float[Array, "B C E"]) -> T5Cache:
     # The slots in `context` suffice for the proposed tree; there may be more placeholders.
-    num_slots = context.tokens.shape[1] + self.head.config.gamma
-    return T5Model(self.head.module.config).prefill(params, context.prompt, num_slots)[1]
+    num_slots = context.tokens.shape[1] + self.head.gamma
+    return T5Model(self.head.t5).prefill(params, context.prompt, num_slots)[1]
 
   def propose(
     self, params: Any, state: T5Cache, context: Context, rng: Key[Array, " B"]
@@ -228,23 +203,35 @@ class DrafterDraft(LevelwiseDraft):
     return self.propose_levels(step, jnp.zeros((len(tokens), 1, 0)), context, rng), state
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class DrafterHead(DraftHead):
-  """Learned draft head of Spec-Drafter, a T5 with placeholders (kind 'drafter')."""
+  """Learned draft head of Spec-Drafter, a T5 with placeholders.
 
+  It may have another number of attention heads than the target.
+
+  Attributes:
+    gamma: number of placeholders, and of consecutive draft tokens that the head is trained for.
+    num_encoder_layers: number of encoder layers.
+  """
+
+  kind: str = "drafter"
+  gamma: int = 8
+  num_encoder_layers: int = 4
+  any_depth = False
   needs_encoder = True
 
   @property
   def module(self) -> DrafterT5:
-    return DrafterT5(decoder_config(self.config), gamma=self.config.gamma)
+    return DrafterT5(self.t5, gamma=self.gamma)
 
   def init(self, rng: Key[Array, ""]) -> Any:
     tokens = jnp.zeros((1, 1), jnp.int32)
     return self.module.init(rng, tokens, tokens, tokens, method="after_anchors")["params"]
 
-  def draft(self, target: Config, sampling: Sampling, tree: AnyTree) -> DrafterDraft:
-    width = min(8, self.config.vocab_size)
-    return DrafterDraft(self, sampling, tree, width, reread=tree.depth + 1)
+  def draft(
+    self, target: Config, sampling: Sampling, tree: AnyTree, options: DraftOptions
+  ) -> DrafterDraft:
+    return DrafterDraft(self, sampling, tree, options)
 
   def training_logits(self, target: Config, stride: int) -> DraftLogits:
     """Return the function that computes the logits of the placeholders of each anchor.
@@ -254,19 +241,17 @@ class DrafterHead(DraftHead):
     """
     module = self.module
 
-    def draft_logits(
-      params: Any, frozen: Any, outputs: TargetOutputs
-    ) -> tuple[Float[Array, "B A N V"], Int[Array, "B A N"]]:
+    def draft_logits(params: Any, frozen: Any, outputs: TargetOutputs) -> tuple[Array, Array]:
       def logits_of(shown: Int[Array, "B A N"] | None) -> Float[Array, "B A N V"]:
         source, inputs, anchors = outputs.source, outputs.inputs, positions[..., 0]
         variables = {"params": params}
         return module.apply(variables, source, inputs, anchors, shown, method="after_anchors")
 
       if outputs.rng is None:
-        positions = round_positions(outputs.inputs, None, stride, self.config.gamma)
+        positions = round_positions(outputs.inputs, None, stride, self.gamma)
         return logits_of(None), positions
       anchors_rng, glancing_rng = jax.random.split(outputs.rng)
-      positions = round_positions(outputs.inputs, anchors_rng, stride, self.config.gamma)
+      positions = round_positions(outputs.inputs, anchors_rng, stride, self.gamma)
       targets = gather_positions(outputs.targets, positions, -1)
       is_wrong = logits_of(None).argmax(axis=-1) != targets
       first, last = GLANCING_RATIO
