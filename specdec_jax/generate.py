@@ -262,7 +262,7 @@ class Pair(pairs.LoadedPair):
     if ids is not None and texts is not None:
       raise InputError("decoder_input_ids and decoder_texts are given; give one of them.")
     if texts is not None:
-      rows = [self.vocabulary.encode(text)[:-1] for text in _require_texts(texts)]
+      rows = [self.vocabulary.encode_target(text) for text in _require_texts(texts)]
     else:
       first_tokens, _ = self.target.prompt_tokens(jnp.ones((1, 1), jnp.int32))
       start = None if self.continues else int(first_tokens[0, 0])

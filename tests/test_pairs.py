@@ -25,7 +25,7 @@ from specdec_jax.core.loading import DecodeSettings
 from specdec_jax.core.sampling import Sampling
 from specdec_jax.core.trees import chain
 from specdec_jax.core.verify.tokens import TokenVerifier
-from specdec_jax.data.sentence_pieces import EOS_ID, SentencePieces
+from specdec_jax.data.pieces import EOS_ID, SentencePieces
 from specdec_jax.data.vocabularies import (
   open_vocabulary,
   open_vocabulary_of_model,

@@ -10,9 +10,8 @@ import numpy as np
 import tiny
 
 from specdec_jax.checkpoints.folder import save_model
-from specdec_jax.data.sentence_pieces import train_sentence_pieces
+from specdec_jax.data.pieces import train_sentence_pieces, train_word_pieces
 from specdec_jax.data.vocabularies import open_vocabulary
-from specdec_jax.data.word_pieces import train_word_pieces
 from specdec_jax.drafts.heads import AnyConfig, init_params
 from specdec_jax.pairs import LoadedPair, load_pair
 

@@ -10,12 +10,11 @@ from jax import Array
 
 from specdec_jax.checkpoints.folder import load_model, save_model
 from specdec_jax.checkpoints.load import load_params, open_checkpoint
+from specdec_jax.data.pieces import train_sentence_pieces, train_word_pieces
 from specdec_jax.data.quality import quality
-from specdec_jax.data.sentence_pieces import train_sentence_pieces
 from specdec_jax.data.text import read_lines
 from specdec_jax.data.vocabularies import open_vocabulary_of_model, padded_size
 from specdec_jax.data.vocabulary import PAD_ID, ModelTokens, Vocabulary
-from specdec_jax.data.word_pieces import train_word_pieces
 from specdec_jax.drafts.heads import SpeculatorConfig
 from specdec_jax.errors import InputError, require_count
 from specdec_jax.models.families import Config, model_of, module_of
