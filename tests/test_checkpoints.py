@@ -12,7 +12,8 @@ import tiny
 import tiny_pair
 from flax import serialization, traverse_util
 
-from specdec_jax.checkpoints.folder import load_model, save_model
+from specdec_jax.checkpoints.load import load_model
+from specdec_jax.checkpoints.save import save_model
 from specdec_jax.errors import InputError
 from specdec_jax.models.families import for_decoding
 

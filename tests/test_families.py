@@ -12,7 +12,6 @@ import numpy as np
 import pytest
 import tiny
 
-from specdec_jax.checkpoints.in_memory import open_in_memory
 from specdec_jax.checkpoints.load import load_params, open_checkpoint
 from specdec_jax.core.sampling import Sampling
 from specdec_jax.core.trees import branching
@@ -124,7 +123,7 @@ def test_greedy_outputs_equal_those_of_transformers(model, name):
 def test_model_in_memory_equals_the_folder(model, name):
   of, folder = model(name)
   config = open_checkpoint(folder).config
-  in_memory = open_in_memory(of)
+  in_memory = open_checkpoint(of)
   assert in_memory.config == config
   params, want = in_memory.load(in_memory.config), load_params(folder, config)
   jax.tree.map(np.testing.assert_array_equal, params, want)

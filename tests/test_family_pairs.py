@@ -9,7 +9,7 @@ import pytest
 import tiny
 import tiny_pair
 
-from specdec_jax.checkpoints.folder import save_model
+from specdec_jax.checkpoints.save import save_model
 from specdec_jax.core.sampling import Sampling, row_keys
 from specdec_jax.core.trees import branching, chain
 from specdec_jax.core.types import Params

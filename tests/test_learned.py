@@ -27,7 +27,8 @@ from test_contract import (
 )
 
 from specdec_jax import pairs
-from specdec_jax.checkpoints.folder import open_folder, save_model
+from specdec_jax.checkpoints.load import open_checkpoint
+from specdec_jax.checkpoints.save import save_model
 from specdec_jax.commands import train as commands
 from specdec_jax.core.sampling import distribution
 from specdec_jax.core.trees import chain
@@ -250,11 +251,11 @@ def test_pair_gives_each_draft_the_states_that_it_reads():
 def test_chosen_layers_are_stored(tmp_path):
   config = speculator_config(deep().target.config, "early_exit", layers=(0, 2))
   save_model(str(tmp_path), config, tiny_pair.random_params(config, 0))
-  assert open_folder(str(tmp_path)).config == config and config.layers == (0, 2)
+  assert open_checkpoint(str(tmp_path)).config == config and config.layers == (0, 2)
   stored = json.loads((tmp_path / "config.json").read_text())
   del stored["layers"]  # as in a folder that was written before the field existed
   (tmp_path / "config.json").write_text(json.dumps(stored))
-  assert open_folder(str(tmp_path)).config == dataclasses.replace(config, layers=None)
+  assert open_checkpoint(str(tmp_path)).config == dataclasses.replace(config, layers=None)
 
 
 def random_head(kind: str):

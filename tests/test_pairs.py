@@ -20,7 +20,8 @@ from tiny import speculative_decode
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 import specdec_jax
-from specdec_jax.checkpoints.folder import load_model, open_folder, save_model
+from specdec_jax.checkpoints.load import load_model
+from specdec_jax.checkpoints.save import save_model
 from specdec_jax.core.loading import DecodeSettings
 from specdec_jax.core.sampling import Sampling
 from specdec_jax.core.trees import chain
@@ -306,7 +307,7 @@ def test_public_checkpoints_by_gin(monkeypatch, capsys, family, xl):
 
   def open_checkpoint(path):
     opened.append(path)
-    return open_folder(str(tiny_pair.folder() / "target"))
+    return open_checkpoint(str(tiny_pair.folder() / "target"))
 
   monkeypatch.setattr("specdec_jax.pairs.load.open_checkpoint", open_checkpoint)
   flags = ["--gin.TARGET=%XL", "--gin.INPUT='gone.txt'"]

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import tiny
 
-from specdec_jax.checkpoints.folder import save_model
+from specdec_jax.checkpoints.save import save_model
 from specdec_jax.data.pieces import train_sentence_pieces, train_word_pieces
 from specdec_jax.data.vocabularies import open_vocabulary
 from specdec_jax.drafts.heads import AnyConfig, init_params

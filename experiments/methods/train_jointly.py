@@ -8,8 +8,8 @@ from typing import Literal
 
 import jax
 
-from specdec_jax.checkpoints.folder import save_model
 from specdec_jax.checkpoints.load import load_params, open_checkpoint
+from specdec_jax.checkpoints.save import save_model
 from specdec_jax.commands.train import bleu_of, config_of, open_fitting_vocabulary
 from specdec_jax.drafts.heads import SpeculatorConfig, init_params
 from specdec_jax.errors import InputError, require_number

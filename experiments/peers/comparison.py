@@ -17,9 +17,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from specdec_jax.beams import BeamSearcher
-from specdec_jax.checkpoints.huggingface import save_huggingface
+from specdec_jax.checkpoints.checkpoint import LoadedWeights, param_shapes
 from specdec_jax.checkpoints.load import open_checkpoint, recorded_path
-from specdec_jax.checkpoints.stored import LoadedWeights, param_shapes
+from specdec_jax.checkpoints.save import save_huggingface
 from specdec_jax.core.sampling import Sampling
 from specdec_jax.core.types import DecodeResult, Params
 from specdec_jax.data.vocabularies import open_vocabulary

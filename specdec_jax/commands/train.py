@@ -8,8 +8,8 @@ from typing import Any, Literal
 
 from jax import Array
 
-from specdec_jax.checkpoints.folder import load_model, save_model
-from specdec_jax.checkpoints.load import load_params, open_checkpoint
+from specdec_jax.checkpoints.load import load_model, load_params, open_checkpoint
+from specdec_jax.checkpoints.save import save_model
 from specdec_jax.data.pieces import train_sentence_pieces, train_word_pieces
 from specdec_jax.data.quality import quality
 from specdec_jax.data.text import read_lines

@@ -12,9 +12,18 @@ import jax.numpy as jnp
 import numpy as np
 
 from specdec_jax.checkpoints import hub
-from specdec_jax.checkpoints.in_memory import is_in_memory, open_in_memory
-from specdec_jax.checkpoints.load import checkpoint_name, open_checkpoint, recorded_path
-from specdec_jax.checkpoints.stored import Checkpoint, LoadedWeights, ShardingsFn, make_shardings
+from specdec_jax.checkpoints.checkpoint import (
+  Checkpoint,
+  LoadedWeights,
+  ShardingsFn,
+  make_shardings,
+)
+from specdec_jax.checkpoints.load import (
+  checkpoint_name,
+  is_in_memory,
+  open_checkpoint,
+  recorded_path,
+)
 from specdec_jax.core.loading import DraftFactory, LoadedTarget
 from specdec_jax.core.sampling import Sampling
 from specdec_jax.core.types import Verifier
@@ -68,7 +77,7 @@ def load_pair(
     target: checkpoint of the target (of T5X, Orbax, Hugging Face or this project, local or
       `gs://`), or its name on the Hugging Face Hub; see `checkpoints.load.open_checkpoint`. Or a
       model in memory: a PyTorch model of transformers, or (config, parameters); see
-      `checkpoints.in_memory.open_in_memory`.
+      `checkpoints.huggingface.open_in_memory`.
     draft: checkpoint or name of the draft, which is a separate model or a draft head that was
       trained on this target's hidden states (`train_speculator`); or a model in memory; or a
       function that loads a draft for a `LoadedTarget`.
@@ -112,7 +121,7 @@ def load_pair(
   """
   require_count("max_source_tokens", max_source_tokens)
   dtype = _of_device(dtype)
-  of_target, is_path = _open(target), isinstance(target, str)
+  of_target, is_path = open_checkpoint(target), isinstance(target, str)
   if not is_path:
     target = of_target.path
     if vocabulary is None:
@@ -140,7 +149,7 @@ def load_pair(
     )
   opened = None
   if is_in_memory(draft) or not callable(draft):
-    opened = _open(draft)
+    opened = open_checkpoint(draft)
     draft_is_path = isinstance(draft, str)
     draft = draft if draft_is_path else opened.path
     if isinstance(opened.config, SpeculatorConfig):
@@ -202,11 +211,6 @@ def model_tokens(checkpoint: Checkpoint, source_language: str | None = None) -> 
     pad_id=checkpoint.config.pad_id,
     source_language=source_language,
   )
-
-
-def _open(model: Any) -> Checkpoint:
-  """Return the checkpoint of a model, given as a path, as a name on the Hub, or in memory."""
-  return open_checkpoint(model) if isinstance(model, str) else open_in_memory(model)
 
 
 def checkpoint_draft(

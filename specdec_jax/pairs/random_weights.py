@@ -8,7 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from specdec_jax.checkpoints.stored import ShardingsFn, make_shardings, param_shapes
+from specdec_jax.checkpoints.checkpoint import ShardingsFn, make_shardings, param_shapes
 from specdec_jax.core.loading import DraftFactory, LoadedTarget
 from specdec_jax.core.types import Model
 from specdec_jax.data.vocabularies import open_vocabulary

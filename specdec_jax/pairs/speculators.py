@@ -6,9 +6,8 @@ from typing import Any
 
 import jax
 
-from specdec_jax.checkpoints.folder import open_folder
-from specdec_jax.checkpoints.load import checkpoint_name, recorded_path
-from specdec_jax.checkpoints.stored import LoadedWeights
+from specdec_jax.checkpoints.checkpoint import LoadedWeights
+from specdec_jax.checkpoints.load import checkpoint_name, open_checkpoint, recorded_path
 from specdec_jax.core.loading import DraftFactory, LoadedTarget
 from specdec_jax.core.sampling import Sampling
 from specdec_jax.core.trees import AnyTree
@@ -37,7 +36,7 @@ def speculator(
     InputError: the folder does not exist or contains no head, or the head was trained with a
       different vocabulary or for a target with a different shape.
   """
-  checkpoint = open_folder(path)
+  checkpoint = open_checkpoint(path)
   config = checkpoint.config
   if not isinstance(config, SpeculatorConfig):
     raise InputError(f"{path} is a model by itself, and no part of a target; give it as the draft.")

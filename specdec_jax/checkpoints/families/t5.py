@@ -1,0 +1,169 @@
+"""T5, mT5 and umT5 in the format of Hugging Face."""
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any, Literal
+
+import numpy as np
+
+from specdec_jax.checkpoints.families.mapping import attention, expand, read_eos_ids, require_known
+from specdec_jax.checkpoints.formats import LOGITS, TABLE, Leaf
+from specdec_jax.models.config import T5Config
+
+PREFIX = ""
+# Old conversions of T5 1.0 contain this array.
+UNUSED = r"decoder\.block\.0\.layer\.1\.EncDecAttention\.relative_attention_bias\.weight"
+_TOP = {
+  # The embedding table has three names in transformers; safetensors stores one of them.
+  "shared.weight": TABLE,
+  "encoder.embed_tokens.weight": TABLE,
+  "decoder.embed_tokens.weight": TABLE,
+  "lm_head.weight": LOGITS,
+  "encoder.final_layer_norm.weight": "encoder/encoder_norm/scale",
+  "decoder.final_layer_norm.weight": "decoder/decoder_norm/scale",
+}
+
+
+def _mlp(theirs: str, ours: str) -> dict[str, str]:
+  return {
+    f"{theirs}.DenseReluDense.{name}": f"{ours}/mlp/{name}" for name in ("wi", "wi_0", "wi_1", "wo")
+  }
+
+
+_ENCODER = {
+  "encoder.block.{}.layer.0.layer_norm": "encoder/layers_{}/pre_attention_layer_norm",
+  **attention("encoder.block.{}.layer.0.SelfAttention", "encoder/layers_{}/attention"),
+  "encoder.block.{}.layer.1.layer_norm": "encoder/layers_{}/pre_mlp_layer_norm",
+  **_mlp("encoder.block.{}.layer.1", "encoder/layers_{}"),
+}
+_DECODER = {
+  "decoder.block.{}.layer.0.layer_norm": "decoder/layers_{}/pre_self_attention_layer_norm",
+  **attention("decoder.block.{}.layer.0.SelfAttention", "decoder/layers_{}/self_attention"),
+  "decoder.block.{}.layer.1.layer_norm": "decoder/layers_{}/pre_cross_attention_layer_norm",
+  **attention(
+    "decoder.block.{}.layer.1.EncDecAttention", "decoder/layers_{}/encoder_decoder_attention"
+  ),
+  "decoder.block.{}.layer.2.layer_norm": "decoder/layers_{}/pre_mlp_layer_norm",
+  **_mlp("decoder.block.{}.layer.2", "decoder/layers_{}"),
+}
+# By `feed_forward_proj`: `dense_act_fn` in transformers, and the name in this package.
+_ACTIVATIONS: dict[str, tuple[str, Literal["gelu", "relu", "silu"]]] = {
+  "relu": ("relu", "relu"),
+  "gated-gelu": ("gelu_new", "gelu"),
+  "gated-silu": ("silu", "silu"),
+}
+KINDS = tuple(_ACTIVATIONS)
+
+
+def names(config: T5Config) -> dict[str, str]:
+  """Return our name for each name in transformers."""
+  table = _TOP | expand(_ENCODER, config.num_encoder_layers)
+  table |= expand(_DECODER, config.num_decoder_layers)
+  for stack in ("encoder", "decoder"):
+    for i in range(getattr(config, f"num_{stack}_layers") if config.bias_per_layer else 1):
+      ours = f"{stack}/layers_{i}" if config.bias_per_layer else stack
+      theirs = f"{stack}.block.{i}.layer.0.SelfAttention.relative_attention_bias.weight"
+      table[theirs] = f"{ours}/relpos_bias/rel_embedding"
+  return table
+
+
+def is_transposed(name: str) -> bool:
+  """Return whether transformers stores an array, by our name, with its axes swapped."""
+  return name.endswith(("/kernel", "/rel_embedding"))
+
+
+def _with_defaults(fields: Mapping[str, Any]) -> dict[str, Any]:
+  """Return the fields with their defaults.
+
+  T5 1.0 scales the decoder's hidden states before it multiplies them by the embedding table. In
+  transformers 4 the field `tie_word_embeddings` says whether hidden states are scaled. In
+  transformers 5 the field `scale_decoder_outputs` says whether they are, and `tie_word_embeddings`
+  is always true; mT5 does not scale them.
+  """
+  is_mt5 = fields["model_type"] == "mt5"
+  proj = "relu" if fields["model_type"] == "t5" else "gated-gelu"
+  fields = dict(feed_forward_proj=proj, tie_word_embeddings=not is_mt5) | dict(fields)
+  scales = not is_mt5 or str(fields.get("transformers_version")).startswith("4.")
+  fields = dict(scale_decoder_outputs=fields["tie_word_embeddings"] and scales) | fields
+  if fields.get("num_decoder_layers") is None:
+    fields["num_decoder_layers"] = fields["num_layers"]
+  return dict(pad_token_id=0, decoder_start_token_id=0) | fields
+
+
+def config(path: str, fields: Mapping[str, Any]) -> T5Config:
+  """Return the config of the model that the fields of config.json describe.
+
+  In this package tied logits are always scaled, so `tied_logits` equals `scale_decoder_outputs`.
+  """
+  fields = _with_defaults(fields)
+  kind = fields["feed_forward_proj"]
+  require_known(path, fields, feed_forward_proj=KINDS)
+  (their_activation, activation), gated = _ACTIVATIONS[kind], kind.startswith("gated")
+  require_known(
+    path,
+    fields,
+    dense_act_fn=(their_activation,),
+    is_gated_act=(gated,),
+    tie_word_embeddings=(True, False),
+    scale_decoder_outputs=(True, False),
+    relative_attention_num_buckets=(32,),
+    relative_attention_max_distance=(128,),
+    layer_norm_epsilon=(1e-6,),
+  )
+  return T5Config(
+    vocab_size=fields["vocab_size"],
+    emb_dim=fields["d_model"],
+    num_heads=fields["num_heads"],
+    head_dim=fields["d_kv"],
+    mlp_dim=fields["d_ff"],
+    num_encoder_layers=fields["num_layers"],
+    num_decoder_layers=fields["num_decoder_layers"],
+    gated=gated,
+    activation=activation,
+    bias_per_layer=fields["model_type"] == "umt5",
+    tied_logits=fields["scale_decoder_outputs"],
+    pad_id=fields["pad_token_id"],
+    start_id=fields["decoder_start_token_id"],
+    eos_id=read_eos_ids(fields, default=1)[0],
+  )
+
+
+def fields_of(config: T5Config) -> dict[str, Any]:
+  """Return the fields of config.json: the inverse of `config`, except for padding and dropout."""
+  return dict(
+    architectures=["T5ForConditionalGeneration"],
+    model_type="t5",
+    is_encoder_decoder=True,
+    vocab_size=config.table_size,
+    d_model=config.emb_dim,
+    num_heads=config.num_heads,
+    d_kv=config.head_dim,
+    d_ff=config.mlp_dim,
+    num_layers=config.num_encoder_layers,
+    num_decoder_layers=config.num_decoder_layers,
+    feed_forward_proj=("gated-" if config.gated else "") + config.activation,
+    tie_word_embeddings=config.tied_logits,
+    dropout_rate=config.dropout_rate,
+    pad_token_id=config.pad_id,
+    eos_token_id=config.eos_id,
+    decoder_start_token_id=config.start_id,
+  )
+
+
+def convert(
+  config: T5Config, fields: Mapping[str, Any], arrays: Mapping[str, Any]
+) -> tuple[T5Config, dict[str, Leaf]]:
+  """Return the config and the leaves.
+
+  Logits are computed with `lm_head.weight` if the file contains it, otherwise with the table.
+  """
+  leaves = {name: Leaf(array) for name, array in arrays.items()}
+  if LOGITS in leaves and config.tied_logits:
+    if TABLE in arrays and np.array_equal(arrays[LOGITS].T, arrays[TABLE]):
+      del leaves[LOGITS]
+    else:
+      leaves[LOGITS] = Leaf(arrays[LOGITS], divisor=config.logits_divisor)
+      config = dataclasses.replace(config, tied_logits=False)
+  elif TABLE in arrays and _with_defaults(fields)["tie_word_embeddings"] and not config.tied_logits:
+    leaves.setdefault(LOGITS, Leaf(arrays[TABLE].T))
+  return config, leaves
