@@ -215,8 +215,6 @@ def test_config_and_parameters_are_read(format, version):
   path = checkpoint_path(format, version)
   assert open_checkpoint(path).config == config
   want = params(config)
-  if format == "own":
-    want = rounded(want, jnp.bfloat16, np.float32)
   assert_same(load_params(path, config), want)
   assert_same(load_params(path, config, jnp.bfloat16), rounded(want, jnp.bfloat16))
   fused, laid_out = for_decoding(config, jax.tree.map(jnp.asarray, want))

@@ -391,7 +391,7 @@ def test_token_has_bit_identical_logits_alone_in_a_block_and_in_a_tree(dtype):
 @pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
 def test_weights_stored_as_bfloat16_can_stay_in_bfloat16(tmp_path, tied):
   config = tiny.config(tied_logits=tied)
-  save_model(str(tmp_path), config, tiny.params(config, 0))  # stores bfloat16
+  save_model(str(tmp_path), config, tiny.params(config, 0), dtype=jnp.bfloat16)
   stored = open_checkpoint(str(tmp_path))
   fused = dataclasses.replace(config, fused=True, tied_logits=False)
   skinny_config = dataclasses.replace(fused, kernels="skinny")

@@ -37,10 +37,10 @@ def folder() -> pathlib.Path:
   )
   small = tiny.config(vocab_size=60, layers=1)
   params = random_params(cfg, 0)
-  save_model(str(path / "target"), cfg, params)
-  save_model(str(path / "near"), cfg, jax.tree.map(_noisy(0.1), params))
-  save_model(str(path / "random"), other, random_params(other, 2))
-  save_model(str(path / "small"), small, random_params(small, 3))
+  save_model(str(path / "target"), cfg, params, dtype=jnp.bfloat16)
+  save_model(str(path / "near"), cfg, jax.tree.map(_noisy(0.1), params), dtype=jnp.bfloat16)
+  save_model(str(path / "random"), other, random_params(other, 2), dtype=jnp.bfloat16)
+  save_model(str(path / "small"), small, random_params(small, 3), dtype=jnp.bfloat16)
   return path
 
 
@@ -59,9 +59,9 @@ def gpt_folder() -> pathlib.Path:
     vocab_size=size, layers=1, emb_dim=8, gated=True, biases=False, num_positions=None
   )
   params = random_params(cfg, 0)
-  save_model(str(path / "target"), cfg, params)
-  save_model(str(path / "near"), cfg, jax.tree.map(_noisy(0.1), params))
-  save_model(str(path / "random"), other, random_params(other, 2))
+  save_model(str(path / "target"), cfg, params, dtype=jnp.bfloat16)
+  save_model(str(path / "near"), cfg, jax.tree.map(_noisy(0.1), params), dtype=jnp.bfloat16)
+  save_model(str(path / "random"), other, random_params(other, 2), dtype=jnp.bfloat16)
   return path
 
 

@@ -123,5 +123,5 @@ def train_jointly(
   )
   init = {"target": original, "head": head}
   params = train(objective, settings, text, valid, work_dir, init, bleu if valid_source else None)
-  save_model(f"{output}/target", target_config, params["target"], words.fingerprint())
-  save_model(f"{output}/speculator", head_config, params["head"], words.fingerprint())
+  save_model(f"{output}/target", target_config, params["target"], words.fingerprint(), "bfloat16")
+  save_model(f"{output}/speculator", head_config, params["head"], words.fingerprint(), "bfloat16")

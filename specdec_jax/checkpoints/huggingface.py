@@ -91,7 +91,7 @@ def open_state(
       continue
     key = key.removeprefix(family.PREFIX)
     name = names.get(key, key)  # unknown names are reported when shapes are checked
-    array = array.T if len(array.shape) == 2 and family.is_transposed(name) else array
+    array = array.T if len(array.shape) == 2 and name.endswith(family.TRANSPOSED) else array
     if name in arrays and not np.array_equal(arrays[name], array):
       raise InputError(
         f"{key} in {path} differs from another array there that is {name} too, according to its "

@@ -117,7 +117,7 @@ def save_huggingface(folder: str, config: T5Config, params: Any) -> None:
   arrays = {}
   for name, value in traverse_util.flatten_dict(params, sep="/").items():
     array = np.asarray(value)
-    array = array.T if array.ndim == 2 and t5.is_transposed(name) else array
+    array = array.T if array.ndim == 2 and name.endswith(t5.TRANSPOSED) else array
     arrays[names[name]] = np.ascontiguousarray(array)
   with atomic_write(path / CONFIG) as config_file, atomic_write(path / WEIGHTS, "wb") as weights:
     weights.write(save(arrays, {"format": "pt"}))

@@ -105,7 +105,7 @@ def train_target(
     shardings = functools.partial(param_shardings, mesh=make_mesh(settings.model_parallel))
     params = load_params(start, config, shardings=shardings)
   params = train(objective, settings, text, valid, work_dir, params, bleu if valid_source else None)
-  save_model(output, config, params, words.fingerprint())
+  save_model(output, config, params, words.fingerprint(), "bfloat16")
 
 
 def bleu_of(
@@ -233,7 +233,7 @@ def train_draft(
       init = train_once(init, once, folder, _distillation_path(None, folder))
   else:
     init = train_once(init, settings, work_dir, _distillation_path(distillation_data, work_dir))
-  save_model(output, config, init, words.fingerprint())
+  save_model(output, config, init, words.fingerprint(), "bfloat16")
 
 
 def train_speculator(
@@ -303,7 +303,7 @@ def train_speculator(
   if start:
     objective = _with_warm_start(objective, start)
   params = train(objective, settings, text, teacher.validation_pairs(data, valid_source), work_dir)
-  save_model(output, head_config, params, words.fingerprint())
+  save_model(output, head_config, params, words.fingerprint(), "bfloat16")
 
 
 def _with_warm_start(objective: Objective, folder: str) -> Objective:

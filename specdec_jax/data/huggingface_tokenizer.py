@@ -152,10 +152,9 @@ class TransformersTokenizer(HuggingFaceTokenizer):
         f"{folder} has a separate vocabulary of the target language (separate_vocabs); only models "
         "with one vocabulary are supported."
       )
-    settings = {"src_lang": language} if language else {}
     try:
       with warnings.catch_warnings(action="ignore"):  # about sacremoses, which has no effect here
-        tokenizer = AutoTokenizer.from_pretrained(str(folder), local_files_only=True, **settings)
+        tokenizer = AutoTokenizer.from_pretrained(str(folder), local_files_only=True)
     except Exception as error:  # files of each class may be damaged in other ways
       reason = str(error).strip().partition("\n")[0].rstrip(".")
       raise InputError(f"transformers cannot read the tokenizer in {folder}: {reason}.") from error
@@ -168,6 +167,7 @@ class TransformersTokenizer(HuggingFaceTokenizer):
           f"source_language is {language!r}, but {path} has no such language; it has {len(known)} "
           f"languages: {', '.join(known[:: max(1, len(known) // 6)][:6])}, ..."
         )
+      tokenizer.src_lang = language
     elif language:
       raise no_languages(language, path)
     self._tokenizer = tokenizer

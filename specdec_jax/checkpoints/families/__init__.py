@@ -6,7 +6,7 @@ Each module maps the names of transformers to those of this package, and its con
   UNUSED: regular expression for names of arrays that no model uses.
   config(path, fields): config of the model that the fields of config.json describe.
   names(config): our name for each name in transformers.
-  is_transposed(name): whether transformers stores an array, by our name, with its axes swapped.
+  TRANSPOSED: endings of our names of arrays whose axes transformers stores in another order.
   convert(config, fields, arrays): the config and leaves, given the arrays by our names. Factors
     that transformers applies to activations are merged into parameters here.
 """

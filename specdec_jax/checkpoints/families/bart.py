@@ -38,6 +38,7 @@ _ACTIVATIONS: dict[str, Literal["gelu", "gelu_exact", "relu", "silu"]] = {
 PREFIX = "model."
 # The version of fairseq, and sinusoidal positions that are no parameters.
 UNUSED = r"(model\.)?(en|de)coder\.(version|embed_positions\.weights)"
+TRANSPOSED = ("/kernel",)
 ENCODER_TABLE, _BIAS = "encoder_embedder/embedding", "decoder/logits_dense/bias"
 
 
@@ -71,11 +72,6 @@ def names(config: T5Config) -> dict[str, str]:
     }
     table |= expand(layer, getattr(config, f"num_{stack}_layers"))
   return table
-
-
-def is_transposed(name: str) -> bool:
-  """Return whether transformers stores an array, by our name, with its axes swapped."""
-  return name.endswith("/kernel")
 
 
 def _with_defaults(fields: Mapping[str, Any]) -> dict[str, Any]:

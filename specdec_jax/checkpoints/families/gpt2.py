@@ -13,6 +13,7 @@ from specdec_jax.models.config import GPTConfig
 PREFIX = "transformer."
 # The causal mask, which old files contain in each layer.
 UNUSED = r"(transformer\.)?h\.\d+\.attn\.(masked_)?bias"
+TRANSPOSED = (LOGITS,)
 _EOS_ID = 50256
 _ACTIVATIONS: dict[str, Literal["gelu", "relu"]] = {
   "gelu_new": "gelu",
@@ -34,11 +35,6 @@ def names(config: GPTConfig) -> dict[str, str]:
   """Return our name for each name in transformers."""
   norm = expand({"ln_f": "decoder/decoder_norm"})
   return _TOP | norm | expand(_LAYER, config.num_decoder_layers)
-
-
-def is_transposed(name: str) -> bool:
-  """Return whether transformers stores an array, by our name, with its axes swapped."""
-  return name == LOGITS
 
 
 def config(path: str, fields: Mapping[str, Any]) -> GPTConfig:

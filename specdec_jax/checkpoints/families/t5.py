@@ -13,6 +13,7 @@ from specdec_jax.models.config import T5Config
 PREFIX = ""
 # Old conversions of T5 1.0 contain this array.
 UNUSED = r"decoder\.block\.0\.layer\.1\.EncDecAttention\.relative_attention_bias\.weight"
+TRANSPOSED = ("/kernel", "/rel_embedding")
 _TOP = {
   # The embedding table has three names in transformers; safetensors stores one of them.
   "shared.weight": TABLE,
@@ -46,6 +47,17 @@ _DECODER = {
   "decoder.block.{}.layer.2.layer_norm": "decoder/layers_{}/pre_mlp_layer_norm",
   **_mlp("decoder.block.{}.layer.2", "decoder/layers_{}"),
 }
+# Fields of config.json.
+_FIELDS = {
+  "emb_dim": "d_model",
+  "num_heads": "num_heads",
+  "head_dim": "d_kv",
+  "mlp_dim": "d_ff",
+  "num_encoder_layers": "num_layers",
+  "num_decoder_layers": "num_decoder_layers",
+  "pad_id": "pad_token_id",
+  "start_id": "decoder_start_token_id",
+}
 # By `feed_forward_proj`: `dense_act_fn` in transformers, and the name in this package.
 _ACTIVATIONS: dict[str, tuple[str, Literal["gelu", "relu", "silu"]]] = {
   "relu": ("relu", "relu"),
@@ -65,11 +77,6 @@ def names(config: T5Config) -> dict[str, str]:
       theirs = f"{stack}.block.{i}.layer.0.SelfAttention.relative_attention_bias.weight"
       table[theirs] = f"{ours}/relpos_bias/rel_embedding"
   return table
-
-
-def is_transposed(name: str) -> bool:
-  """Return whether transformers stores an array, by our name, with its axes swapped."""
-  return name.endswith(("/kernel", "/rel_embedding"))
 
 
 def _with_defaults(fields: Mapping[str, Any]) -> dict[str, Any]:
@@ -111,42 +118,27 @@ def config(path: str, fields: Mapping[str, Any]) -> T5Config:
     layer_norm_epsilon=(1e-6,),
   )
   return T5Config(
+    **{ours: fields[theirs] for ours, theirs in _FIELDS.items()},
     vocab_size=fields["vocab_size"],
-    emb_dim=fields["d_model"],
-    num_heads=fields["num_heads"],
-    head_dim=fields["d_kv"],
-    mlp_dim=fields["d_ff"],
-    num_encoder_layers=fields["num_layers"],
-    num_decoder_layers=fields["num_decoder_layers"],
     gated=gated,
     activation=activation,
     bias_per_layer=fields["model_type"] == "umt5",
     tied_logits=fields["scale_decoder_outputs"],
-    pad_id=fields["pad_token_id"],
-    start_id=fields["decoder_start_token_id"],
     eos_id=read_eos_ids(fields, default=1)[0],
   )
 
 
 def fields_of(config: T5Config) -> dict[str, Any]:
   """Return the fields of config.json: the inverse of `config`, except for padding and dropout."""
-  return dict(
+  return {theirs: getattr(config, ours) for ours, theirs in _FIELDS.items()} | dict(
     architectures=["T5ForConditionalGeneration"],
     model_type="t5",
     is_encoder_decoder=True,
     vocab_size=config.table_size,
-    d_model=config.emb_dim,
-    num_heads=config.num_heads,
-    d_kv=config.head_dim,
-    d_ff=config.mlp_dim,
-    num_layers=config.num_encoder_layers,
-    num_decoder_layers=config.num_decoder_layers,
     feed_forward_proj=("gated-" if config.gated else "") + config.activation,
     tie_word_embeddings=config.tied_logits,
     dropout_rate=config.dropout_rate,
-    pad_token_id=config.pad_id,
     eos_token_id=config.eos_id,
-    decoder_start_token_id=config.start_id,
   )
 
 

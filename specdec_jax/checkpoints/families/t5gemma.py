@@ -10,6 +10,7 @@ from specdec_jax.models.config import T5Config
 
 PREFIX = "model."
 UNUSED = ""
+TRANSPOSED = ("/kernel",)
 _ENCODER_TABLE = "encoder_embedder/embedding"
 _DEFAULTS = {
   "pad_token_id": 0,
@@ -49,11 +50,6 @@ def names(config: T5Config) -> dict[str, str]:
     table |= expand({f"{stack}.norm": f"{stack}/{stack}_norm"})
     table |= expand(layer, getattr(config, f"num_{stack}_layers"))
   return table
-
-
-def is_transposed(name: str) -> bool:
-  """Return whether transformers stores an array, by our name, with its axes swapped."""
-  return name.endswith("/kernel")
 
 
 def config(path: str, fields: Mapping[str, Any]) -> T5Config:
