@@ -13,7 +13,7 @@ from specdec_jax.data.text import read_lines
 from specdec_jax.data.vocabularies import open_vocabulary
 from specdec_jax.data.vocabulary import PAD_ID, padded
 from specdec_jax.errors import InputError
-from specdec_jax.pairs import EMBEDDED
+from specdec_jax.load import EMBEDDED
 
 
 @pytest.fixture(scope="module")

@@ -29,11 +29,11 @@ from specdec_jax.core.verify.tokens import TokenVerifier
 from specdec_jax.data.vocabulary import padded
 from specdec_jax.drafts.model import ModelDraft
 from specdec_jax.errors import InputError
+from specdec_jax.load import load_pair, random_pair
 from specdec_jax.measure import records
 from specdec_jax.measure.speed import own_baseline
 from specdec_jax.models.sizes import t5_config
 from specdec_jax.models.t5 import T5Model
-from specdec_jax.pairs import load_pair, random_pair
 from specdec_jax.run import main
 
 models = pytest.importorskip("t5x.models", reason="t5x is not installed: see docs/t5x.md")
@@ -624,7 +624,7 @@ def test_baseline_equals_autoregressive_decoding():
 def test_speed_is_measured_against_t5x(tmp_path):
   """Run the gin files at temperature 0, where the outputs are those of t5x."""
   settings = {
-    **{f"pairs.load_pair.{part}": str(tiny_pair.folder() / name) for part, name in PAIR.items()},
+    **{f"load.load_pair.{part}": str(tiny_pair.folder() / name) for part, name in PAIR.items()},
     "TEMPERATURES": (0.0,),
     "GAMMAS": (2,),
     "MAX_NEW_TOKENS": 12,
@@ -660,7 +660,7 @@ def test_baseline_has_the_weights_of_the_pair_or_random_ones(source):
   if source == "path":
     np.testing.assert_array_equal(theirs.tokens, ours.tokens)
   np.testing.assert_array_equal(theirs.lengths, ours.lengths)
-  nameless = pair._replace(target_path=None)
+  nameless = tiny_pair.changed(pair, path=None)
   if source == "path":
     with pytest.raises(InputError, match="a model in memory"):
       t5x.t5x_baseline(nameless)

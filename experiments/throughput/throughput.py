@@ -28,11 +28,11 @@ from specdec_jax.measure.reporting.tables import (
   Table,
 )
 from specdec_jax.measure.timing import interleaved_seconds, ratio_range, timed
-from specdec_jax.pairs import LoadedPair
+from specdec_jax.pair import Pair
 
 
 def measure_throughput(
-  pair: LoadedPair,
+  pair: Pair,
   inputs: Sequence[str],
   output_dir: str,
   batch_sizes: Sequence[int] = (8, 32),
@@ -82,7 +82,7 @@ def measure_throughput(
 
 def _measured(
   setting: records.Record,
-  pair: LoadedPair,
+  pair: Pair,
   texts: Sequence[str],
   tree: AnyTree,
   settings: DecodeSettings,

@@ -22,7 +22,7 @@ from specdec_jax.models.families import for_decoding
 from specdec_jax.models.kernels import skinny
 from specdec_jax.models.quantization import column_scales, param_dtype, quantize
 
-# How weights are loaded; see `pairs.load_pair`.
+# How weights are loaded; see `load.load_pair`.
 LoadedWeights = Literal["float", "stored", "int8"]
 # A tree of `Sharding` with the structure of the parameters, or a function that returns it, given
 # their shapes and, if it has a parameter `config`, the configuration of the model.

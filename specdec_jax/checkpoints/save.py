@@ -13,12 +13,12 @@ import numpy as np
 from flax import serialization, traverse_util
 from safetensors.numpy import save
 
-from specdec_jax.atomic_files import atomic_write
 from specdec_jax.checkpoints import files
 from specdec_jax.checkpoints.checkpoint import Checkpoint
 from specdec_jax.checkpoints.families import t5
 from specdec_jax.checkpoints.formats import Leaf, read_msgpack
 from specdec_jax.checkpoints.huggingface import WEIGHTS
+from specdec_jax.core.atomic_files import atomic_write
 from specdec_jax.drafts.heads import AnyConfig, SpeculatorConfig
 from specdec_jax.errors import InputError
 from specdec_jax.models.config import GPTConfig, T5Config

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 import sentencepiece
 from tokenizers import AddedToken, Tokenizer, models, normalizers, pre_tokenizers, trainers
 
-from specdec_jax.atomic_files import atomic_write
+from specdec_jax.core.atomic_files import atomic_write
 from specdec_jax.data.text import read_lines
 from specdec_jax.data.tokenizer_config import (
   AddedTokens,
