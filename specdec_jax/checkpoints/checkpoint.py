@@ -135,10 +135,7 @@ class Checkpoint:
       (structs, other_arrays),
       "load a smaller one, or in bfloat16",
     )
-    params = {}
-    for name, array in arrays.items():
-      with reported(self.path, name):
-        params[name] = _place(array, structs[name])
+    params = {name: _place(self.path, name, x, structs[name]) for name, x in arrays.items()}
     return traverse_util.unflatten_dict(params, sep="/")
 
   def _leaves(self, config: AnyConfig) -> dict[str, list[Leaf]]:
@@ -231,7 +228,7 @@ def _arrays(
   return arrays
 
 
-def _place(array: _Array, struct: jax.ShapeDtypeStruct) -> jax.Array:
+def _place(path: str, name: str, array: _Array, struct: jax.ShapeDtypeStruct) -> jax.Array:
   """Read an array into the memory of its devices; each device reads only its shard.
 
   Values are copied, because they may be a view of a file, and an array on a CPU device may share
@@ -239,7 +236,8 @@ def _place(array: _Array, struct: jax.ShapeDtypeStruct) -> jax.Array:
   """
 
   def read(index: Any) -> np.ndarray:
-    return np.array(array.read(index), struct.dtype, order="C")
+    with reported(path, name):
+      return np.array(array.read(index), struct.dtype, order="C")
 
   if struct.sharding is None:
     placed = jax.device_put(read(...))
