@@ -25,28 +25,6 @@ _TOP = {
 }
 
 
-def _mlp(theirs: str, ours: str) -> dict[str, str]:
-  return {
-    f"{theirs}.DenseReluDense.{name}": f"{ours}/mlp/{name}" for name in ("wi", "wi_0", "wi_1", "wo")
-  }
-
-
-_ENCODER = {
-  "encoder.block.{}.layer.0.layer_norm": "encoder/layers_{}/pre_attention_layer_norm",
-  **attention("encoder.block.{}.layer.0.SelfAttention", "encoder/layers_{}/attention"),
-  "encoder.block.{}.layer.1.layer_norm": "encoder/layers_{}/pre_mlp_layer_norm",
-  **_mlp("encoder.block.{}.layer.1", "encoder/layers_{}"),
-}
-_DECODER = {
-  "decoder.block.{}.layer.0.layer_norm": "decoder/layers_{}/pre_self_attention_layer_norm",
-  **attention("decoder.block.{}.layer.0.SelfAttention", "decoder/layers_{}/self_attention"),
-  "decoder.block.{}.layer.1.layer_norm": "decoder/layers_{}/pre_cross_attention_layer_norm",
-  **attention(
-    "decoder.block.{}.layer.1.EncDecAttention", "decoder/layers_{}/encoder_decoder_attention"
-  ),
-  "decoder.block.{}.layer.2.layer_norm": "decoder/layers_{}/pre_mlp_layer_norm",
-  **_mlp("decoder.block.{}.layer.2", "decoder/layers_{}"),
-}
 # Fields of config.json.
 _FIELDS = {
   "emb_dim": "d_model",
@@ -69,13 +47,24 @@ KINDS = tuple(_ACTIVATIONS)
 
 def names(config: T5Config) -> dict[str, str]:
   """Return our name for each name in transformers."""
-  table = _TOP | expand(_ENCODER, config.num_encoder_layers)
-  table |= expand(_DECODER, config.num_decoder_layers)
-  for stack in ("encoder", "decoder"):
-    for i in range(getattr(config, f"num_{stack}_layers") if config.bias_per_layer else 1):
-      ours = f"{stack}/layers_{i}" if config.bias_per_layer else stack
-      theirs = f"{stack}.block.{i}.layer.0.SelfAttention.relative_attention_bias.weight"
-      table[theirs] = f"{ours}/relpos_bias/rel_embedding"
+  table = dict(_TOP)
+  for stack, own, mlp in (("encoder", "attention", 1), ("decoder", "self_attention", 2)):
+    theirs, ours = f"{stack}.block.{{}}.layer", f"{stack}/layers_{{}}"
+    layer = {
+      f"{theirs}.0.layer_norm": f"{ours}/pre_{own}_layer_norm",
+      **attention(f"{theirs}.0.SelfAttention", f"{ours}/{own}"),
+      f"{theirs}.1.layer_norm": f"{ours}/pre_cross_attention_layer_norm",
+      **attention(f"{theirs}.1.EncDecAttention", f"{ours}/encoder_decoder_attention"),
+      f"{theirs}.{mlp}.layer_norm": f"{ours}/pre_mlp_layer_norm",  # of an encoder, that of block 1
+    }
+    for part in ("wi", "wi_0", "wi_1", "wo"):
+      layer[f"{theirs}.{mlp}.DenseReluDense.{part}"] = f"{ours}/mlp/{part}"
+    num_layers = getattr(config, f"num_{stack}_layers")
+    table |= expand(layer, num_layers)
+    for i in range(num_layers if config.bias_per_layer else 1):
+      place = f"{stack}/layers_{i}" if config.bias_per_layer else stack
+      bias = f"{stack}.block.{i}.layer.0.SelfAttention.relative_attention_bias.weight"
+      table[bias] = f"{place}/relpos_bias/rel_embedding"
   return table
 
 
