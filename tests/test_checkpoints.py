@@ -89,7 +89,7 @@ def test_model_fused_for_decoding_can_be_saved(tmp_path):
 )
 def test_missing_files_are_reported(folder, missing, said):
   (folder / missing).unlink()
-  assert_rejected(folder, said, str(folder), "config.json")
+  assert_rejected(folder, said, str(folder))
 
 
 def test_missing_folder_is_reported(tmp_path):

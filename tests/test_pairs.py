@@ -305,11 +305,11 @@ def test_public_checkpoints_by_gin(monkeypatch, capsys, family, xl):
   """Both models are named by their sizes; the vocabulary is not in the folders of the bucket."""
   opened = []
 
-  def open_checkpoint(path):
+  def open_tiny(path):
     opened.append(path)
     return open_checkpoint(str(tiny_pair.folder() / "target"))
 
-  monkeypatch.setattr("specdec_jax.load.open_checkpoint", open_checkpoint)
+  monkeypatch.setattr("specdec_jax.load.open_checkpoint", open_tiny)
   flags = ["--gin.TARGET=%XL", "--gin.INPUT='gone.txt'"]
   flags += [f"--gin.VOCABULARY={str(tiny_pair.folder() / 'vocabulary.model')!r}"]
   files = ["--gin_file=gin/runs/speedup.gin", f"--gin_file=gin/models/{family}.gin"]
