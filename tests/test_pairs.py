@@ -20,7 +20,7 @@ from tiny import speculative_decode
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 import specdec_jax
-from specdec_jax.checkpoints.load import load_model
+from specdec_jax.checkpoints.load import load_model, open_checkpoint
 from specdec_jax.checkpoints.save import save_model
 from specdec_jax.core.loading import DecodeSettings
 from specdec_jax.core.sampling import Sampling
