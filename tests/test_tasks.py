@@ -139,18 +139,13 @@ def test_limit_returns_the_first_sources(tasks):
       tasks.sources("specdec_wmt14_ende", limit=0)
 
 
-def test_missing_data_of_tfds_is_reported(tasks, tmp_path):
+def test_data_of_tfds_is_not_downloaded(tasks, tmp_path):
   import seqio
 
   seqio.set_tfds_data_dir_override(str(tmp_path))
   try:
-    with pytest.raises(InputError, match="tfds build wmt14_translate/de-en:1.0.0"):
+    with pytest.raises((AssertionError, KeyError)):
       tasks.sources("specdec_wmt14_ende")
-    # t5x's infer.py reads data with these arguments.
-    shards = dict(shard_info=seqio.ShardInfo(0, 1), num_epochs=1, use_cached=False)
-    lengths = {"inputs": 8, "targets": 8}
-    with pytest.raises(InputError, match="tfds build cnn_dailymail:3.4.0"):
-      seqio.get_mixture_or_task("specdec_cnn_dm").get_dataset(lengths, "test", **shards)
   finally:
     seqio.set_tfds_data_dir_override(None)
 

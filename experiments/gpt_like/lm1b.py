@@ -38,5 +38,5 @@ WORD_PIECES = WordPieceVocabulary(
   end_of_sequence_id=1,
 )
 
-_lm1b = tasks.PreparedTfds("lm1b:1.1.0", ("train", "test"))
+_lm1b = tasks.prepared_tfds("lm1b:1.1.0", ("train", "test"))
 tasks.add_task("specdec_lm1b", _lm1b, "", None, "text", WORD_PIECES)
