@@ -268,7 +268,7 @@ def _forced_tokens(
   if ids is not None and texts is not None:
     raise InputError("decoder_input_ids and decoder_texts are given; give one of them.")
   if texts is not None:
-    rows = [pair.vocabulary.encode(text)[:-1] for text in _require_texts(texts)]
+    rows = [pair.vocabulary.encode_target(text) for text in _require_texts(texts)]
   else:
     first_tokens, _ = pair.target.model.prompt_tokens(jnp.ones((1, 1), jnp.int32))
     start = None if pair.continues else int(first_tokens[0, 0])

@@ -15,16 +15,14 @@ import jax.numpy as jnp
 import numpy as np
 
 from specdec_jax.checkpoints import hub
-from specdec_jax.checkpoints.folder import open_folder
-from specdec_jax.checkpoints.in_memory import is_in_memory, open_in_memory
-from specdec_jax.checkpoints.load import checkpoint_name, open_checkpoint, recorded_path
-from specdec_jax.checkpoints.stored import (
+from specdec_jax.checkpoints.checkpoint import (
   Checkpoint,
   LoadedWeights,
   ShardingsFn,
   make_shardings,
   param_shapes,
 )
+from specdec_jax.checkpoints.load import is_in_memory, open_checkpoint, recorded_path
 from specdec_jax.core.generation_config import SETTINGS
 from specdec_jax.core.sampling import Sampling
 from specdec_jax.core.trees import AnyTree
@@ -32,7 +30,6 @@ from specdec_jax.core.types import Draft, DraftOptions, DraftSpec, Loaded, Model
 from specdec_jax.core.verify.tokens import TokenVerifier
 from specdec_jax.data.text import read_lines
 from specdec_jax.data.vocabularies import (
-  find_vocabulary,
   open_vocabulary,
   open_vocabulary_of_model,
   padded_size,
@@ -83,7 +80,7 @@ def load_pair(
     target: checkpoint of the target (of T5X, Orbax, Hugging Face or this project, local or
       `gs://`), or its name on the Hugging Face Hub; see `checkpoints.load.open_checkpoint`. Or a
       model in memory: a PyTorch model of transformers, or (config, parameters); see
-      `checkpoints.in_memory.open_in_memory`.
+      `checkpoints.huggingface.open_in_memory`.
     draft: checkpoint or name of the draft, which is a separate model or a draft head that was
       trained on this target's hidden states (`train_speculator`); or a model in memory; or a
       function that loads a draft for a `Loaded` target. By default, the bundled target has its own
@@ -129,33 +126,32 @@ def load_pair(
       is invalid.
   """
   _enable_compile_cache()
-  checkpoint, dtype = _open(target), _of_device(dtype)
-  is_path = isinstance(target, str)
-  if vocabulary is None and not is_path:
+  checkpoint, dtype = open_checkpoint(target), _of_device(dtype)
+  if vocabulary is None and checkpoint.recorded_path is None:
     raise InputError("The target is a model in memory; give its vocabulary too.")
   if not isinstance(vocabulary, Vocabulary):
-    file = hub.resolve(vocabulary, hub.VOCABULARY) if vocabulary else vocabulary_of(target)
+    file = hub.resolve(vocabulary, hub.VOCABULARY) if vocabulary else vocabulary_of(checkpoint)
     tokens = model_tokens(checkpoint, source_language)
     vocabulary = open_vocabulary_of_model(file, checkpoint.config.vocab_size, extra_ids, tokens)
   model, params = load_model(
     "target", checkpoint, vocabulary, dtype, kernels, weights, shardings=shardings
   )
   loaded = Loaded(
-    checkpoint_name(target) if is_path else checkpoint.path,
+    checkpoint.name,
     model,
     params,
     vocabulary,
-    recorded_path(target) if is_path else None,
+    checkpoint.recorded_path,
     _generation(checkpoint, vocabulary),
     checkpoint.generation.tasks,
   )
-  bundled = is_path and is_bundled(target)
+  bundled = is_bundled(checkpoint)
   if draft is None:
     draft = str(EMBEDDED / "conditioned") if bundled else prompt_lookup
   if callable(draft) and not is_in_memory(draft):
     drafted = draft(loaded)
   else:
-    opened = _open(draft)
+    opened = open_checkpoint(draft)
     if isinstance(opened.config, DraftHead):
       drafted = speculator(loaded, opened.path)
     else:
@@ -174,10 +170,9 @@ def load_pair(
           f"Of {checkpoint.path} and {opened.path} one is decoder-only and the other is not; "
           "target and draft must be of one kind."
         )
-      path = recorded_path(draft) if isinstance(draft, str) else None
-      name = checkpoint_name(draft) if isinstance(draft, str) else opened.path
+      name = draft_name(opened.name, drafting.config)
       make = functools.partial(model_draft, drafting)
-      drafted = DraftSpec(draft_name(name, drafting.config), make, draft_params, path)
+      drafted = DraftSpec(name, make, draft_params, opened.recorded_path)
   if max_source_tokens is None:
     max_source_tokens = getattr(model.config, "num_positions", None) or 512
   task = EMBEDDED.name if task is None and bundled else task
@@ -235,7 +230,7 @@ def checkpoint_draft(
     "draft", opened, words, _of_device(dtype), kernels, weights, output_tokens=tokens
   )
   config = drafting.config
-  name = draft_name(checkpoint_name(model), config)
+  name = draft_name(opened.name, config)
   if vocabulary is not None:
     own = _require_config(target)
     if _prompt_format(config) != _prompt_format(own):
@@ -247,7 +242,7 @@ def checkpoint_draft(
     params = other_vocabulary_params(params, target.vocabulary, words, config.has_encoder, starts)
     drafting = OtherVocabularyModel(drafting, target.model, config.pad_id)
     name += f", {int((params.partners >= 0).sum())} shared tokens"
-  return DraftSpec(name, functools.partial(model_draft, drafting), params, recorded_path(model))
+  return DraftSpec(name, functools.partial(model_draft, drafting), params, opened.recorded_path)
 
 
 def _prompt_format(config: Config) -> tuple[bool, bool]:
@@ -269,7 +264,7 @@ def frequent_tokens(vocabulary: Vocabulary, path: str, count: int) -> list[int]:
   require_count("count", count)
   counts = np.zeros(len(vocabulary), np.int64)
   for line in read_lines(path):
-    np.add.at(counts, vocabulary.encode(line), 1)
+    np.add.at(counts, vocabulary.encode_target(line), 1)
   counts[vocabulary.eos_id] = counts.max() + 1
   return sorted(np.argsort(-counts, kind="stable")[:count].tolist())
 
@@ -279,23 +274,23 @@ def asset(name: str) -> str:
   return str(ASSETS / name)
 
 
-def is_bundled(target: str) -> bool:
-  """Return True if `target` is the path of the bundled target."""
-  return recorded_path(target) == recorded_path(str(EMBEDDED / "target"))
+def is_bundled(checkpoint: Checkpoint) -> bool:
+  """Return True if a checkpoint is that of the bundled target."""
+  return checkpoint.recorded_path == recorded_path(str(EMBEDDED / "target"))
 
 
-def vocabulary_of(target: str) -> str:
+def vocabulary_of(target: Checkpoint) -> str:
   """Return the path of the vocabulary that belongs to a target.
 
   Raises:
     InputError: the target has no vocabulary.
   """
-  found = find_vocabulary(hub.resolve(target, hub.VOCABULARY))
+  found = target.find_vocabulary()
   if found is None:
     raise InputError(
-      f"The target {target} has no vocabulary with it; expected spiece.model, tokenizer.json or "
-      "other files of its tokenizer in its folder. Give its file as vocabulary (VOCABULARY on the "
-      "command line)."
+      f"The target {target.path} has no vocabulary with it; expected tokenizer.json, spiece.model "
+      "or other files of its tokenizer in its folder. Give its file as vocabulary (VOCABULARY on "
+      "the command line)."
     )
   return found
 
@@ -318,7 +313,7 @@ def speculator(
     InputError: the folder does not exist or contains no head, or the head was trained with a
       different vocabulary or for a target with a different shape.
   """
-  checkpoint = open_folder(path)
+  checkpoint = open_checkpoint(path)
   head = checkpoint.config
   if not isinstance(head, DraftHead):
     raise InputError(f"{path} is a model by itself, and no part of a target; give it as the draft.")
@@ -340,8 +335,8 @@ def speculator(
     other_arrays=target.params,
     output_tokens=tokens,
   )
-  factory = head_factory(draft_name(checkpoint_name(path), head), head, params, target)
-  return dataclasses.replace(factory, path=recorded_path(path))
+  factory = head_factory(draft_name(checkpoint.name, head), head, params, target)
+  return dataclasses.replace(factory, path=checkpoint.recorded_path)
 
 
 def random_speculator(target: Loaded, head: Callable[[Config], DraftHead] = new_head) -> DraftSpec:
@@ -501,11 +496,6 @@ def _laid_out(config: Config, shardings: ShardingsFn, kernels: str) -> Config:
   here = kernels == "auto" and not shardings and skinny.is_available(config.dtype)
   kernels = "skinny" if here else "xla"
   return dataclasses.replace(config, fused=True, tied_logits=False, kernels=kernels)
-
-
-def _open(model: Any) -> Checkpoint:
-  """Return the checkpoint of a model, given as a path, as a name on the Hub, or in memory."""
-  return open_checkpoint(model) if isinstance(model, str) else open_in_memory(model)
 
 
 def _generation(checkpoint: Checkpoint, vocabulary: Vocabulary) -> dict[str, Any]:

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 import tiny_pair
 
-from specdec_jax.checkpoints.folder import save_model
-from specdec_jax.checkpoints.stored import param_shapes
+from specdec_jax.checkpoints.checkpoint import param_shapes
+from specdec_jax.checkpoints.save import save_model
 from specdec_jax.core.sampling import Sampling, row_keys
 from specdec_jax.core.trees import chain
 from specdec_jax.drafts.heads import HEADS, new_head

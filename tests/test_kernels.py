@@ -13,7 +13,8 @@ import numpy as np
 import pytest
 import tiny
 
-from specdec_jax.checkpoints.folder import open_folder, save_model
+from specdec_jax.checkpoints.load import open_checkpoint
+from specdec_jax.checkpoints.save import save_model
 from specdec_jax.core.trees import Tree
 from specdec_jax.models.families import for_decoding
 from specdec_jax.models.kernels import skinny
@@ -390,8 +391,8 @@ def test_token_has_bit_identical_logits_alone_in_a_block_and_in_a_tree(dtype):
 @pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
 def test_weights_stored_as_bfloat16_can_stay_in_bfloat16(tmp_path, tied):
   config = tiny.config(tied_logits=tied)
-  save_model(str(tmp_path), config, tiny.params(config, 0))  # stores bfloat16
-  stored = open_folder(str(tmp_path))
+  save_model(str(tmp_path), config, tiny.params(config, 0), dtype=jnp.bfloat16)
+  stored = open_checkpoint(str(tmp_path))
   fused = dataclasses.replace(config, fused=True, tied_logits=False)
   skinny_config = dataclasses.replace(fused, kernels="skinny")
   params = stored.load(skinny_config, stored_weights=True)

@@ -27,7 +27,8 @@ from test_contract import (
 )
 
 from specdec_jax import load as loading
-from specdec_jax.checkpoints.folder import open_folder, save_model
+from specdec_jax.checkpoints.load import open_checkpoint
+from specdec_jax.checkpoints.save import save_model
 from specdec_jax.commands import train as commands
 from specdec_jax.core.sampling import distribution
 from specdec_jax.core.trees import chain
@@ -249,7 +250,7 @@ def test_pair_gives_each_draft_the_states_that_it_reads():
 def test_chosen_layers_are_stored(tmp_path):
   head = new_head(deep().target.config, "early_exit", layers=(0, 2))
   save_model(str(tmp_path), head, tiny_pair.random_params(head, 0))
-  assert open_folder(str(tmp_path)).config == head and head.layers == (0, 2)
+  assert open_checkpoint(str(tmp_path)).config == head and head.layers == (0, 2)
 
 
 def random_head(kind: str):

@@ -12,7 +12,7 @@ import tiny_pair
 from tiny import autoregressive_decode
 
 from specdec_jax import theory
-from specdec_jax.checkpoints.folder import load_model
+from specdec_jax.checkpoints.load import load_model
 from specdec_jax.core.counts import (
   acceptance_by_position,
   acceptance_rate,

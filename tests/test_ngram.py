@@ -17,7 +17,7 @@ from specdec_jax.core.sampling import Sampling, distribution
 from specdec_jax.core.trees import branching, chain
 from specdec_jax.core.types import Context
 from specdec_jax.core.verify.tokens import TokenVerifier
-from specdec_jax.data.sentence_pieces import EOS_ID
+from specdec_jax.data.pieces import EOS_ID
 from specdec_jax.drafts.ngram import NgramDraft, fit_ngrams, load_ngrams, save_ngrams
 from specdec_jax.errors import InputError
 from specdec_jax.exactness.compare import compare_samples

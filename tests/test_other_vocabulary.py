@@ -14,7 +14,7 @@ from specdec_jax.core.sampling import Sampling
 from specdec_jax.core.trees import DynamicTree, branching, chain
 from specdec_jax.core.types import Context, DraftOptions
 from specdec_jax.core.verify.tokens import TokenVerifier
-from specdec_jax.data.sentence_pieces import SentencePieces, train_sentence_pieces
+from specdec_jax.data.pieces import SentencePieces, train_sentence_pieces
 from specdec_jax.data.vocabularies import open_vocabulary
 from specdec_jax.data.vocabulary import PAD_ID, Vocabulary
 from specdec_jax.drafts.model import ModelDraft

@@ -20,12 +20,13 @@ from tiny import speculative_decode
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 import specdec_jax
-from specdec_jax.checkpoints.folder import load_model, open_folder, save_model
+from specdec_jax.checkpoints.load import load_model, open_checkpoint
+from specdec_jax.checkpoints.save import save_model
 from specdec_jax.core.loading import DecodeSettings
 from specdec_jax.core.sampling import Sampling
 from specdec_jax.core.trees import chain
 from specdec_jax.core.verify.tokens import TokenVerifier
-from specdec_jax.data.sentence_pieces import EOS_ID, SentencePieces
+from specdec_jax.data.pieces import EOS_ID, SentencePieces
 from specdec_jax.data.vocabularies import (
   open_vocabulary,
   open_vocabulary_of_model,
@@ -304,11 +305,11 @@ def test_public_checkpoints_by_gin(monkeypatch, capsys, family, xl):
   """Both models are named by their sizes; the vocabulary is not in the folders of the bucket."""
   opened = []
 
-  def open_checkpoint(path):
+  def open_tiny(path):
     opened.append(path)
-    return open_folder(str(tiny_pair.folder() / "target"))
+    return open_checkpoint(str(tiny_pair.folder() / "target"))
 
-  monkeypatch.setattr("specdec_jax.load.open_checkpoint", open_checkpoint)
+  monkeypatch.setattr("specdec_jax.load.open_checkpoint", open_tiny)
   flags = ["--gin.TARGET=%XL", "--gin.INPUT='gone.txt'"]
   flags += [f"--gin.VOCABULARY={str(tiny_pair.folder() / 'vocabulary.model')!r}"]
   files = ["--gin_file=gin/runs/speedup.gin", f"--gin_file=gin/models/{family}.gin"]

@@ -16,7 +16,8 @@ from jax.experimental.compilation_cache import compilation_cache
 from scipy import special
 
 from experiments.tables import named_table
-from specdec_jax.checkpoints.folder import load_model, save_model
+from specdec_jax.checkpoints.load import load_model
+from specdec_jax.checkpoints.save import save_model
 from specdec_jax.commands import train as commands
 from specdec_jax.core.sampling import Sampling, row_keys
 from specdec_jax.core.trees import chain

@@ -24,7 +24,7 @@ from specdec_jax.commands import translate
 from specdec_jax.core.decode import Decoder
 from specdec_jax.core.sampling import Sampling, row_keys
 from specdec_jax.data import vocabulary
-from specdec_jax.data.sentence_pieces import EOS_ID
+from specdec_jax.data.pieces import EOS_ID
 from specdec_jax.errors import InputError
 from specdec_jax.run import main
 

@@ -10,10 +10,9 @@ import jax.numpy as jnp
 import numpy as np
 import tiny
 
-from specdec_jax.checkpoints.folder import save_model
-from specdec_jax.data.sentence_pieces import train_sentence_pieces
+from specdec_jax.checkpoints.save import save_model
+from specdec_jax.data.pieces import train_sentence_pieces, train_word_pieces
 from specdec_jax.data.vocabularies import open_vocabulary
-from specdec_jax.data.word_pieces import train_word_pieces
 from specdec_jax.drafts.heads import AnyConfig, init_params
 from specdec_jax.load import load_pair
 from specdec_jax.pair import Pair
@@ -40,10 +39,10 @@ def folder() -> pathlib.Path:
   )
   small = tiny.config(vocab_size=60, layers=1)
   params = random_params(cfg, 0)
-  save_model(str(path / "target"), cfg, params)
-  save_model(str(path / "near"), cfg, jax.tree.map(_noisy(0.1), params))
-  save_model(str(path / "random"), other, random_params(other, 2))
-  save_model(str(path / "small"), small, random_params(small, 3))
+  save_model(str(path / "target"), cfg, params, dtype=jnp.bfloat16)
+  save_model(str(path / "near"), cfg, jax.tree.map(_noisy(0.1), params), dtype=jnp.bfloat16)
+  save_model(str(path / "random"), other, random_params(other, 2), dtype=jnp.bfloat16)
+  save_model(str(path / "small"), small, random_params(small, 3), dtype=jnp.bfloat16)
   return path
 
 
@@ -62,9 +61,9 @@ def gpt_folder() -> pathlib.Path:
     vocab_size=size, layers=1, emb_dim=8, gated=True, biases=False, num_positions=None
   )
   params = random_params(cfg, 0)
-  save_model(str(path / "target"), cfg, params)
-  save_model(str(path / "near"), cfg, jax.tree.map(_noisy(0.1), params))
-  save_model(str(path / "random"), other, random_params(other, 2))
+  save_model(str(path / "target"), cfg, params, dtype=jnp.bfloat16)
+  save_model(str(path / "near"), cfg, jax.tree.map(_noisy(0.1), params), dtype=jnp.bfloat16)
+  save_model(str(path / "random"), other, random_params(other, 2), dtype=jnp.bfloat16)
   return path
 
 

@@ -8,8 +8,8 @@ from typing import Literal
 
 import jax
 
-from specdec_jax.checkpoints.folder import save_model
 from specdec_jax.checkpoints.load import load_params, open_checkpoint
+from specdec_jax.checkpoints.save import save_model
 from specdec_jax.commands.train import bleu_of, config_of, open_fitting_vocabulary
 from specdec_jax.drafts.heads import DraftHead
 from specdec_jax.errors import InputError, require_number
@@ -121,5 +121,5 @@ def train_jointly(
   )
   init = {"target": original, "head": head_params}
   params = train(objective, settings, text, valid, work_dir, init, bleu if valid_source else None)
-  save_model(f"{output}/target", target_config, params["target"], words.fingerprint())
-  save_model(f"{output}/speculator", new, params["head"], words.fingerprint())
+  save_model(f"{output}/target", target_config, params["target"], words.fingerprint(), "bfloat16")
+  save_model(f"{output}/speculator", new, params["head"], words.fingerprint(), "bfloat16")

@@ -80,8 +80,8 @@ def write_files(folder):
   import test_vocabularies as vocabularies
   import tiny
   import tiny_pair
-
   from specdec_jax.checkpoints.folder import save_model
+
   from specdec_jax.drafts.heads import HEADS, SpeculatorConfig
 
   tiny_pair.gpt_folder()

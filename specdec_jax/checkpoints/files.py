@@ -3,9 +3,12 @@
 import contextlib
 import errno
 import itertools
+import json
 import os
+import pathlib
 import tempfile
 from collections.abc import Iterator
+from typing import Any
 
 import tensorstore
 
@@ -68,6 +71,20 @@ def local_copy(folder: str, name: str) -> Iterator[str]:
         break
     copy.flush()
     yield copy.name
+
+
+def read_json(folder: str, name: str) -> dict[str, Any]:
+  """Return the fields of a JSON file.
+
+  Raises:
+    InputError: the file is damaged.
+  """
+  with local_copy(folder, name) as path:
+    text = pathlib.Path(path).read_text(encoding="utf-8")
+  try:
+    return json.loads(text)
+  except ValueError as error:
+    raise InputError(f"{folder}/{name} is damaged: {error}.") from error
 
 
 def _is_remote(path: str) -> bool:

@@ -8,14 +8,13 @@ from typing import Any, Literal
 
 from jax import Array
 
-from specdec_jax.checkpoints.folder import load_model, save_model
-from specdec_jax.checkpoints.load import load_params, open_checkpoint
+from specdec_jax.checkpoints.load import load_model, load_params, open_checkpoint
+from specdec_jax.checkpoints.save import save_model
+from specdec_jax.data.pieces import train_sentence_pieces, train_word_pieces
 from specdec_jax.data.quality import quality
-from specdec_jax.data.sentence_pieces import train_sentence_pieces
 from specdec_jax.data.text import read_lines
 from specdec_jax.data.vocabularies import open_vocabulary_of_model, padded_size
 from specdec_jax.data.vocabulary import PAD_ID, ModelTokens, Vocabulary
-from specdec_jax.data.word_pieces import train_word_pieces
 from specdec_jax.drafts.heads import DraftHead
 from specdec_jax.errors import InputError, require_count
 from specdec_jax.load import model_tokens
@@ -106,7 +105,7 @@ def train_target(
     shardings = functools.partial(param_shardings, mesh=make_mesh(settings.model_parallel))
     params = load_params(start, config, shardings=shardings)
   params = train(objective, settings, text, valid, work_dir, params, bleu if valid_source else None)
-  save_model(output, config, params, words.fingerprint())
+  save_model(output, config, params, words.fingerprint(), "bfloat16")
 
 
 def bleu_of(
@@ -234,7 +233,7 @@ def train_draft(
       init = train_once(init, once, folder, _distillation_path(None, folder))
   else:
     init = train_once(init, settings, work_dir, _distillation_path(distillation_data, work_dir))
-  save_model(output, config, init, words.fingerprint())
+  save_model(output, config, init, words.fingerprint(), "bfloat16")
 
 
 def train_speculator(
@@ -304,7 +303,7 @@ def train_speculator(
   if start:
     objective = _with_warm_start(objective, start)
   params = train(objective, settings, text, teacher.validation_pairs(data, valid_source), work_dir)
-  save_model(output, new, params, words.fingerprint())
+  save_model(output, new, params, words.fingerprint(), "bfloat16")
 
 
 def _with_warm_start(objective: Objective, folder: str) -> Objective:

@@ -18,13 +18,13 @@ _MISSING = (
   "checkout pip install -e '.[tasks]'), or read a file with one text per line with "
   "--gin.TEXTS='@text.read_lines()' and --gin.INPUT."
 )
-_SEQIO_NAMES = "T5_VOCABULARY", "PreparedTfds", "add_task", "text_pairs"
+_SEQIO_NAMES = "T5_VOCABULARY", "prepared_tfds", "add_task", "text_pairs"
 
 if _HAS_SEQIO:
   from specdec_jax.data.seqio_tasks import (  # noqa: F401  names of this module
     T5_VOCABULARY,
-    PreparedTfds,
     add_task,
+    prepared_tfds,
     text_pairs,
   )
 
@@ -44,8 +44,8 @@ def sources(
     side: 'inputs', or 'targets' to return the reference outputs instead.
 
   Raises:
-    InputError: seqio is not installed, there is no such task or split, or the dataset of TFDS is
-      not prepared on this machine.
+    InputError: seqio is not installed, or there is no such task or split. A dataset of TFDS that is
+      not prepared on this machine raises TFDS's own AssertionError.
   """
   if limit is not None:
     require_count("limit", limit)

@@ -69,7 +69,11 @@ class Vocabulary(abc.ABC):
 
   @abc.abstractmethod
   def encode(self, text: str) -> list[int]:
-    """Return the token ids of a text with special tokens; for most models, these are EOS only."""
+    """Return the token ids of a source with special tokens; for most models, these are EOS only."""
+
+  def encode_target(self, text: str) -> list[int]:
+    """Return the token ids of the beginning of a target text, which have no special tokens."""
+    return self.encode(text)[:-1]
 
   @abc.abstractmethod
   def decode(self, ids: Iterable[int]) -> str:

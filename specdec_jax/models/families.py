@@ -72,7 +72,7 @@ def for_decoding(
   projections of a gated feed-forward block. Tied logits get their own matrix, because a matmul with
   a transposed embedding table is slow on a CPU; the divisor of T5's tied logits is merged into the
   norm before them. Call this function once, when a model is loaded: it copies these matrices,
-  unless they are still on disk (`checkpoints.stored`). If `config` is already fused, `config` and
+  unless they are still on disk (`checkpoints`). If `config` is already fused, `config` and
   `params` are returned unchanged.
 
   Args:

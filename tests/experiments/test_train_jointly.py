@@ -19,7 +19,8 @@ from test_training import (  # noqa: F401
 )
 
 from experiments.methods import train_jointly as commands
-from specdec_jax.checkpoints.folder import load_model, open_folder, save_model
+from specdec_jax.checkpoints.load import load_model, open_checkpoint
+from specdec_jax.checkpoints.save import save_model
 from specdec_jax.core.sampling import row_keys
 from specdec_jax.core.trees import chain
 from specdec_jax.data.vocabularies import open_vocabulary
@@ -127,7 +128,7 @@ def test_new_target_and_head_decode_as_the_new_target_alone(folder):
   together = pair.decode_fn(GREEDY, chain(3))(prompt, keys, max_new_tokens=LIMIT)
   np.testing.assert_array_equal(together.tokens, alone.tokens)
   fingerprint = open_vocabulary(str(vocabulary)).fingerprint()
-  assert [open_folder(name).vocabulary for name in names] == [fingerprint] * 2
+  assert [open_checkpoint(name).vocabulary for name in names] == [fingerprint] * 2
   (_, target), (config, head) = map(load_model, names)
   start = load_model(str(ROOT() / "target"))[1], init_params(config, jax.random.key(0))
   for new, old in zip(jax.tree.leaves((target, head)), jax.tree.leaves(start), strict=True):
