@@ -31,7 +31,7 @@ from specdec_jax.core.trees import DynamicTree
 from specdec_jax.core.types import DecodeResult, Rounds
 from specdec_jax.errors import InputError, require_count, require_seed, require_text
 from specdec_jax.measure.calibrate import resolve_tree
-from specdec_jax.measure.reporting.rounds import Round, read_rounds, round_text
+from specdec_jax.measure.rounds import Round, read_rounds, round_text
 from specdec_jax.xla import default_cache_dir, enable_compile_cache
 
 P = ParamSpec("P")
