@@ -28,7 +28,7 @@ from experiments.tables import measured_on
 from specdec_jax.checkpoints.huggingface import save_huggingface
 from specdec_jax.checkpoints.load import open_checkpoint
 from specdec_jax.measure.machine import provenance
-from specdec_jax.measure.reporting.tables import Table
+from specdec_jax.measure.tables import Table
 from specdec_jax.pairs import EMBEDDED
 
 PARITY_LEGEND = {
