@@ -33,7 +33,7 @@ from specdec_jax.data.vocabularies import (
 )
 from specdec_jax.drafts.uniform import uniform
 from specdec_jax.errors import InputError
-from specdec_jax.measure.measure import settings_to_measure
+from specdec_jax.measure.records import settings_to_measure
 from specdec_jax.models import sizes
 from specdec_jax.models.families import for_decoding, init_params
 from specdec_jax.models.kernels import skinny

@@ -55,9 +55,9 @@ def run(output, pair, **changes):
 
 def test_best_layers_are_those_of_a_search_by_brute_force(tmp_path, monkeypatch, capsys):
   """Alpha is that of the draft in decoding, and the best gamma is compared with all others."""
-  monkeypatch.setattr(module, "compare_costs", layer_costs)
+  monkeypatch.setattr(module, "measure_costs", layer_costs)
   pair = deep(tiny_pair.pair)
-  measured = {record.draft: record for record in run(tmp_path, pair)}
+  measured = {record.models.draft: record for record in run(tmp_path, pair)}
   out = capsys.readouterr().out
   prompts = [pair.prompt(TEXTS[i : i + 2], pair.prompt(TEXTS).shape[1]) for i in (0, 2, 4)]
   decode = pair.decode_fn(SAMPLING, chain(0))
@@ -67,21 +67,25 @@ def test_best_layers_are_those_of_a_search_by_brute_force(tmp_path, monkeypatch,
   speedups = {}
   for layers in SUBSETS:
     skipping = pair.with_draft(layer_skip(pair.loaded_target, layers))
-    alpha = measure_alpha(skipping, prompts, outputs, SAMPLING).alpha
+    of_text = measure_alpha(skipping, prompts, outputs, SAMPLING)
     record = measured[skipping.draft_name]
-    assert (record.alpha, record.alpha_low, record.alpha_high) == pytest.approx(alpha, abs=1e-5)
+    for name in ("alpha", "alpha_low", "alpha_high"):
+      right = pytest.approx(getattr(of_text, name), abs=1e-5)
+      assert getattr(record.outputs, name) == right
     predicted = {
-      gamma: text_improvement(alpha.mean, gamma, 0.02 * len(layers), 1.0, lengths)
+      gamma: text_improvement(of_text.alpha, gamma, 0.02 * len(layers), 1.0, lengths)
       for gamma in range(1, 11)
     }
     speedups[layers] = max(predicted.values())
-    assert record.predicted_finite_length == pytest.approx(speedups[layers], rel=1e-4)
-    assert record.gamma == max(predicted, key=predicted.__getitem__)
-    assert record.c == pytest.approx(0.02 * len(layers)) and record.verify_cost == 1
+    assert record.times.predicted_finite_length == pytest.approx(speedups[layers], rel=1e-4)
+    assert record.settings.gamma == max(predicted, key=predicted.__getitem__)
+    assert record.times.c == pytest.approx(0.02 * len(layers)) and record.times.verify_cost == 1
   assert len(measured) == len(SUBSETS)
   best = max(speedups, key=speedups.__getitem__)
   name = f"layers {','.join(map(str, best))}"
-  assert f"Best of 6 of 6 sets of layers: {name}, with gamma {measured[name].gamma} and" in out
+  assert (
+    f"Best of 6 of 6 sets of layers: {name}, with gamma {measured[name].settings.gamma} and" in out
+  )
   assert out.count(f"--gin.LAYERS='{best}'") == 2
   rows = [line.split()[1] for line in out.splitlines() if line.startswith(" layers ")]
   by_speed = sorted(speedups, key=speedups.__getitem__, reverse=True)
@@ -95,19 +99,20 @@ def test_search_resumes_and_interpolates_costs(tmp_path, monkeypatch):
     timed.append([pair.draft_name for pair in pairs])
     return layer_costs(pairs, *args)
 
-  monkeypatch.setattr(module, "compare_costs", counted)
+  monkeypatch.setattr(module, "measure_costs", counted)
   pair = deep(tiny_pair.pair, num_layers=4)
   complete = run(tmp_path, pair, max_candidates=7)
-  assert {len(record.draft.split(",")) for record in complete} == {1, 2, 3}
+  assert {len(record.models.draft.split(",")) for record in complete} == {1, 2, 3}
   assert len(complete) == 7 and timed == [["layers 0", "layers 0,1,2"]]
   for record in complete:
-    assert record.c == pytest.approx(0.02 * len(record.draft.split(",")))
+    assert record.times.c == pytest.approx(0.02 * len(record.models.draft.split(",")))
   assert run(tmp_path, pair, max_candidates=7) == complete and len(timed) == 1
   path = tmp_path / "results.jsonl"
   path.write_text("".join(path.read_text().splitlines(keepends=True)[:5]))
   resumed = run(tmp_path, pair, max_candidates=7)
   assert len(timed) == 2
-  assert [(r.draft, r.alpha) for r in resumed] == [(r.draft, r.alpha) for r in complete]
+  for one, other in zip(resumed, complete, strict=True):
+    assert one.models == other.models and one.outputs == other.outputs
 
 
 def hidden_set(layers) -> float:
