@@ -86,6 +86,8 @@ def test_costs_are_interpolated_linearly():
 def test_interpolated_draft_cost_is_not_negative():
   c = choose(0.8, costs(c=0.05, v_slope=0.03, fixed=-0.3), LENGTHS).c
   assert min(c) == 0.0 and c[10] == pytest.approx((0.5 - 0.3) / 10)
+  noisy = choose(0.8, costs(c=0.0, fixed=-0.3), LENGTHS)
+  assert "c 0.000 (below the noise of the timing), v(" in str(noisy)
 
 
 def test_chosen_gamma_is_the_fastest_and_grows_with_alpha():

@@ -113,8 +113,9 @@ class Calibration(NamedTuple):
       chosen = f"a tree of {self.tree.num_nodes} nodes"
     branching = "" if self.branching is None else f"; {self.branching}"
     tried = "" if self.tried is None else f"; tried, {self.tried:.2f} at gamma {best}"
+    noise = "" if self.c[best] else " (below the noise of the timing)"
     return (
-      f"{chosen} was chosen: alpha {self.alpha:.2f}, c {self.c[best]:.3f}, v({best}) "
+      f"{chosen} was chosen: alpha {self.alpha:.2f}, c {self.c[best]:.3f}{noise}, v({best}) "
       f"{self.v[best]:.2f}; predicted speedup {speedups}{tried}{branching}"
     )
 
@@ -326,7 +327,8 @@ class _Calibrator:
       REPEATS,
     )
     chosen = choose(alpha, dict(zip(GAMMAS, costs)), lengths)
-    if chosen.gamma and chosen.speedups[chosen.gamma] < SURE_GAIN:
+    is_sure = chosen.c[chosen.gamma] > 0 and chosen.speedups[chosen.gamma] >= SURE_GAIN
+    if chosen.gamma and not is_sure:
       tried = self.trial(chain(chosen.gamma), chain(0))
       chosen = chosen._replace(gamma=chosen.gamma if tried >= LEAST_GAIN else 0, tried=tried)
     if branching:
