@@ -94,6 +94,13 @@ def test_row_has_the_values_of_its_record():
     assert words in table.title
 
 
+def test_quality_is_a_column_if_it_was_measured():
+  same = RECORD.replace(metric="BLEU", quality=37.41, baseline_quality=37.41)
+  table = speed_table([same, RECORD])
+  assert table.columns[-1] == "quality" and [row[-1] for row in table.rows] == ["BLEU 37.4", "-"]
+  assert "quality" not in speed_table([RECORD]).columns
+
+
 def test_settings_that_vary_are_columns():
   """Also the number of repeats, so that records of different precision are not mixed."""
   table = speed_table([RECORD.replace(repeats=5), RECORD.replace(repeats=1, batch_size=8)])
