@@ -161,5 +161,5 @@ def test_decode_command_accepts_empty_prompts(tmp_path):
 def test_report_examples_accept_empty_prompts():
   pair, expected = tiny_pair.gpt_pair(), decode_one_by_one(TEXTS)
   settings = DecodeSettings(GREEDY, max_new_tokens=LIMIT)
-  examples = [*decode_examples(pair, TEXTS, [settings], [chain(GAMMA)])]
+  examples = [*decode_examples(pair, TEXTS, [settings], chain(GAMMA))]
   assert [e.translation for e in examples] == expected and all(e.rounds for e in examples)

@@ -175,8 +175,7 @@ def trees(
   def page(measured: list[Record]) -> str:
     shown = rest[: max(0, report_examples)]
     examples = [
-      [*decode_examples(with_first_verifier, shown, [settings], [tree])]
-      for settings, tree in to_show
+      [*decode_examples(with_first_verifier, shown, [settings], tree)] for settings, tree in to_show
     ]
     for sampling_examples in examples:
       show_examples(sampling_examples, 1)

@@ -51,7 +51,8 @@ def quickstart(
     require_count("gamma", gamma)
   results_path(output_dir)  # an unwritable folder raises before any work is done
   argmax = DecodeSettings(Sampling(temperature=0.0), max_new_tokens=max_new_tokens)
-  show_examples(decode_examples(pair, sentences, [argmax], [*map(chain, gammas)]), show_rounds)
+  tree = chain(sorted(gammas)[len(gammas) // 2])
+  show_examples(decode_examples(pair, sentences, [argmax], tree), show_rounds)
   print(
     f"Measuring the speedup over autoregressive decoding: {len(gammas)} gammas, "
     f"{len(temperatures)} temperatures, repeats: {repeats}. This takes minutes; --gin.REPEATS=1 is "

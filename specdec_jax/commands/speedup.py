@@ -78,7 +78,7 @@ def speedup(
 
   def page(measured: list[Record]) -> str:
     shown = texts[: max(0, report_examples)]
-    examples = decode_examples(pair, shown, settings, [*map(chain, resolved)])
+    examples = decode_examples(pair, shown, settings, chain(resolved[len(resolved) // 2]))
     title = f"Speculative decoding: {measured[0].subject}"
     return report(read(results), [*examples], title)
 
@@ -87,22 +87,12 @@ def speedup(
 
 
 def decode_examples(
-  pair: LoadedPair,
-  texts: Sequence[str],
-  settings: Iterable[DecodeSettings],
-  trees: Sequence[AnyTree],
+  pair: LoadedPair, texts: Sequence[str], settings: Iterable[DecodeSettings], tree: AnyTree
 ) -> Iterator[Example]:
   """Decode texts one at a time with each of the settings, as examples for a report.
 
   The outputs equal those that `speedup` measures with the same settings at batch size 1.
-
-  Args:
-    pair: target and draft.
-    texts: sources.
-    settings: settings of decoding; the batch size is ignored.
-    trees: trees of draft tokens. Only the middle one is used.
   """
-  tree = trees[len(trees) // 2]
   for each in settings:
     shape = pair.guesses(each.sampling, tree)
     num_nodes = None if shape.is_chain else shape.num_nodes

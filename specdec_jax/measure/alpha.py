@@ -130,12 +130,6 @@ def acceptance_and_change(
 ) -> tuple[Float[Array, "*batch"], Float[Array, "*batch"]]:
   """Compute beta (Theorem 5; Appendix A.5), and how much lenience changes the output.
 
-  Args:
-    target_logits: logits of the target.
-    q: distributions of the draft.
-    sampling: sampling method of the target.
-    lenience: lenience, l.
-
   Returns:
     beta = sum_x min(p(x) / l, q(x)), and the total variation distance between p and the
     distribution of the emitted token. At temperature 0 with l < 1, a draft token is accepted by the
@@ -241,14 +235,8 @@ def measure_alpha(
 ) -> Outputs:
   """Measure alpha of a pair's draft over text that its target generated.
 
-  Only the fields of a record that this text determines are set.
-
-  Args:
-    pair: target and draft.
-    prompts: source tokens [B, P] of each batch.
-    decoded: outputs of autoregressive decoding for each batch.
-    sampling: sampling method of both models.
-    lenience: lenience, l.
+  `decoded` are outputs of autoregressive decoding for each batch of prompts. Only the fields of a
+  record that this text determines are set.
   """
   betas, changes, rejections = [], [], []
   draft = pair.draft(sampling, chain(1))

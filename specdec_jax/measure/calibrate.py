@@ -130,10 +130,8 @@ def choose(
   gamma 0 through the measured gammas. The time of drafting is linear in gamma, through the smallest
   and the largest measured gamma.
 
-  Args:
-    alpha: acceptance rate.
-    costs: measured costs by gamma, for at least two gammas.
-    lengths: lengths of typical texts in tokens, one sequence per batch.
+  `costs` are measured for at least two gammas, and `lengths` are those of typical texts in tokens,
+  one sequence per batch.
   """
   measured = sorted(costs)
   gammas = np.arange(1, measured[-1] + 1)
@@ -169,11 +167,7 @@ def choose_tree(
   least squares. The equation of a tree is divided by v, because its drafting time is the difference
   of two measured times of rounds, and the error of the difference grows with these times.
 
-  Args:
-    acceptance: positional acceptance: for each rank, the probability that the child of that rank is
-      the accepted one.
-    costs: measured costs of trees of different sizes and depths.
-    lengths: see `choose`.
+  `acceptance` has for each rank the probability that the child of that rank is the accepted one.
   """
   starts = next(iter(costs.values())).prefill_steps
   shapes = np.array([(t.depth, t.num_guesses, t.depth * cost.c) for t, cost in costs.items()])

@@ -64,15 +64,10 @@ def interleaved_medians(calls: Any, repeats: int) -> tuple[Any, Any]:
 
 
 def ratio_range(ratio: float, repeat_ratios: np.ndarray) -> tuple[float, float] | tuple[None, None]:
-  """Return the range that covers a ratio and its values in single repeats.
+  """Return the range that covers a ratio and its values in single repeats [repeats].
 
-  Args:
-    ratio: ratio of times that are medians over the repeats; it may lie outside the range of the
-      single repeats.
-    repeat_ratios: [repeats], ratio in each repeat.
-
-  Returns:
-    The range, or (None, None) if there is only one repeat.
+  The ratio is of times that are medians over the repeats, and may lie outside the range of the
+  single repeats. The range is (None, None) if there is only one repeat.
   """
   if len(repeat_ratios) < 2:
     return None, None
@@ -156,17 +151,10 @@ def round_calls(
   max_new_tokens: int,
   lenience: float = 1.0,
 ) -> Parts:
-  """Return calls that run the parts of rounds.
+  """Return calls that run the parts of rounds, with the same draft for several trees.
 
   The tokens do not matter: shapes are fixed, and a row that has ended is still computed.
-
-  Args:
-    pair: target and verifier.
-    drafts: the same draft with several trees.
-    prompt: padded prompts [B, P].
-    sampling: sampling method.
-    max_new_tokens: maximum number of new tokens; it sets the number of cache slots.
-    lenience: lenience of the verifier.
+  `max_new_tokens` sets the number of cache slots.
   """
   target, batch, vocab_size = pair.target, len(prompt), pair.target.vocab_size
   rng = jax.random.split(jax.random.key(0), batch)
@@ -215,12 +203,9 @@ def round_calls(
 
 
 def round_costs(starts: Starts, parts: Parts, depths: Sequence[int]) -> list[Costs]:
-  """Compute the costs of each draft from seconds.
+  """Compute the costs of each draft from the seconds of `start_calls` and `round_calls`.
 
-  Args:
-    starts: seconds of the calls of `start_calls`.
-    parts: seconds of the calls of `round_calls`.
-    depths: depth of each draft's tree; for a chain, it is gamma.
+  `depths` has the depth of each draft's tree; for a chain, it is gamma.
   """
   return [
     Costs(
@@ -246,14 +231,8 @@ def measure_costs(
 ) -> list[list[Costs]]:
   """Measure the costs of a round with each pair and tree, with interleaved timings.
 
-  Args:
-    pairs: pairs of the same target.
-    trees: trees of draft tokens. The prefill is timed with the first tree.
-    prompt: padded prompts [B, P].
-    sampling: sampling method.
-    max_new_tokens: maximum number of new tokens; it sets the number of cache slots.
-    lenience: lenience of the verifier.
-    repeats: number of timings of each part; their median is used.
+  The pairs have the same target. The prefill is timed with the first tree. The time of each part is
+  the median over the repeats.
 
   Returns:
     For each pair, the costs with each tree.

@@ -248,13 +248,7 @@ def settings_to_measure(
 ) -> list[Record]:
   """Return a record without measurements for each combination of settings and gamma.
 
-  Args:
-    pair: target and draft.
-    texts: sources.
-    settings: settings of decoding.
-    gammas: numbers of draft tokens per round.
-    baseline: name of the baseline.
-    repeats: number of timed repeats; None if nothing is timed.
+  `repeats` is the number of timed repeats; None if nothing is timed.
   """
   device, host = jax.devices()[0], provenance()
   num_devices = [len(x.sharding.device_set) for x in jax.tree.leaves(pair.target_params)]

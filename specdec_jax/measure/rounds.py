@@ -134,11 +134,8 @@ def _branches(
 ) -> tuple[Branch, ...]:
   """Return the branches of a tree other than the accepted path.
 
-  Args:
-    parents: parents of the nodes 1 to N.
-    words: text of the nodes 1 to N.
-    accepted: nodes of the accepted path.
-    has_target_token: whether the target's token was emitted after the accepted path.
+  `parents` and `words` are those of the nodes 1 to N. `has_target_token` tells whether the target's
+  token was emitted after the accepted path.
   """
   paths: list[list[int]] = [[]]  # from the root to each node
   for node, parent in enumerate(parents, 1):

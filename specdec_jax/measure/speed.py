@@ -84,8 +84,8 @@ def speed_steps(
     settings: settings that differ only in their sampling method.
     gammas: numbers of draft tokens per round; each is measured with each of the settings.
     repeats: number of timed decodes of each text, interleaved.
-    baseline: baseline of the speedups; None for this package's autoregressive decoding.
-    references: reference text of each source, to score outputs against; None for no score.
+    baseline: None for this package's autoregressive decoding.
+    references: reference text of each source, to score outputs against with `metric`.
     metric: one of `quality.METRICS`.
 
   Raises:
@@ -178,16 +178,7 @@ def measure_speed(
 
   The speed of a shared machine changes within minutes. Therefore costs are timed between the
   decodes, at NUM_COSTED batches, or up to twice as many, spread evenly. If there are fewer batches,
-  costs are timed at all of them.
-
-  Args:
-    pair: target and draft.
-    prompts: padded prompts [B, P] of each batch.
-    gammas: numbers of draft tokens per round to measure.
-    settings: settings of decoding, except for the batch size, which `prompts` determine.
-    repeats: number of timed decodes of each text.
-    baseline: baseline of the speedups.
-    report: function that is called after each batch with the share of finished batches.
+  costs are timed at all of them. The batch size is that of the prompts.
   """
   sampling, max_new_tokens, lenience = settings.sampling, settings.max_new_tokens, settings.lenience
   drafts = [pair.draft(sampling, chain(gamma)) for gamma in gammas]

@@ -31,10 +31,6 @@ def measure_missing(results: pathlib.Path, steps: Sequence[Step]) -> list[Record
   Compiled programs are dropped between steps, because a process can hold only a limited number of
   programs.
 
-  Args:
-    results: path from `records.results_path`.
-    steps: steps of the sweep, in the order in which they are measured.
-
   Returns:
     The records of all settings, whether they were measured now or before.
   """
