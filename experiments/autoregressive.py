@@ -5,17 +5,17 @@ from collections.abc import Sequence
 
 import jax
 from jax import Array
+from specdec_jax.pair import Pair
 
 from specdec_jax.core.counts import num_tokens, require_finite
 from specdec_jax.core.loading import DecodeSettings
 from specdec_jax.core.sampling import row_keys
 from specdec_jax.core.trees import chain
 from specdec_jax.core.types import DecodeResult
-from specdec_jax.pairs import LoadedPair
 
 
 def generate(
-  pair: LoadedPair, texts: Sequence[str], settings: DecodeSettings, min_tokens: int
+  pair: Pair, texts: Sequence[str], settings: DecodeSettings, min_tokens: int
 ) -> list[tuple[Array, Array, DecodeResult]]:
   """Decode batches of texts autoregressively until the outputs have `min_tokens` tokens.
 

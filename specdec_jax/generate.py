@@ -101,7 +101,7 @@ class Output:
     return console.export_html(inline_styles=True, code_format="<pre>{code}</pre>")
 
 
-class Pair(pairs.LoadedPair):
+class Pair(Pair):
   """Target, draft and vocabulary, with methods that take and return texts."""
 
   def generate(
@@ -146,7 +146,7 @@ class Pair(pairs.LoadedPair):
       logprobs: whether outputs have log-probabilities. Not for a beam search.
       settings: fields of `GenerationConfig`: `max_new_tokens`, `temperature`, `num_beams`,
         `repetition_penalty` and others, with the names of transformers. They take precedence over
-        the settings of the task and of the checkpoint (`LoadedPair.generation`).
+        the settings of the task and of the checkpoint (`Pair.generation`).
 
     Returns:
       The outputs in the order of the texts, `num_return_sequences` per text. A beam search may find
@@ -299,7 +299,7 @@ class Pair(pairs.LoadedPair):
       beams: number of live sequences, and maximum number of outputs per source.
       gamma: number of steps that the draft searches ahead in each round; 0 is plain beam search.
       draft_beams: number of beams of the draft; defaults to `beams`.
-      nodes: maximum number of nodes in one target forward pass (`LoadedPair.beam_searcher`).
+      nodes: maximum number of nodes in one target forward pass (`Pair.beam_searcher`).
       length_penalty: exponent of the length penalty, as in `beams.BeamSearcher`.
       max_new_tokens: limit for each output, EOS included.
       batch_size: number of sources that are processed together.
@@ -400,7 +400,7 @@ class _Batch:
 
   def __init__(
     self,
-    pair: pairs.LoadedPair,
+    pair: Pair,
     config: GenerationConfig,
     texts: Sequence[str],
     start: int,
@@ -411,14 +411,14 @@ class _Batch:
     rows = [row if row < len(texts) else start for row in range(start, start + size)]
     batch = [texts[row] for row in rows]
     # Sizes are rounded up, so that few programs are compiled, unless positions are limited.
-    is_limited = getattr(getattr(pair.target, "config", None), "num_positions", None) is not None
+    is_limited = getattr(getattr(pair.target.model, "config", None), "num_positions", None) is not None
     longest = max(len(pair.encode(text)) for text in batch)
     self.prompt = pair.prompt(batch, None if is_limited else batching.size_of_sources(longest))
     self._forced = [forced[row] if forced else () for row in rows for _ in range(count)]
     self.num_forced = np.array([*map(len, self._forced)], np.int32)
     num_before = self.num_forced
     if config.max_length is not None:
-      lengths = np.asarray(pair.target.prompt_tokens(self.prompt)[1])
+      lengths = np.asarray(pair.target.model.prompt_tokens(self.prompt)[1])
       num_before = num_before + np.repeat(lengths, count)
     limits = np.array(config.new_tokens(num_before.tolist()), np.int32)
     self.limits = self.num_forced + limits
@@ -439,7 +439,7 @@ class Run:
 
   def __init__(
     self,
-    pair: pairs.LoadedPair,
+    pair: Pair,
     config: GenerationConfig,
     texts: Sequence[str],
     gamma: int | str | None,
@@ -452,7 +452,7 @@ class Run:
     self.forced, self.logprobs = forced, logprobs
     self.eos_ids = config.eos_ids(pair.vocabulary.eos_id)
     pad_id = pair.vocabulary.pad_id
-    self.processors = config.processors(pair.target.vocab_size, self.eos_ids, pad_id)
+    self.processors = config.processors(pair.target.model.vocab_size, self.eos_ids, pad_id)
     gamma = 5 if gamma is None else gamma
     self.tree = resolve_tree(gamma, tree, pair, texts, settings, _LOG.info)
 
@@ -570,7 +570,7 @@ def _require_texts(texts: Sequence[str]) -> Sequence[str]:
   return texts
 
 
-def _with_compile_cache(load: Callable[P, pairs.LoadedPair]) -> Callable[P, Pair]:
+def _with_compile_cache(load: Callable[P, Pair]) -> Callable[P, Pair]:
   """Wrap a function that loads a pair to enable the compilation cache and return a `Pair`.
 
   The cache is in the default folder of the command line, unless jax is already configured with a
@@ -584,11 +584,11 @@ def _with_compile_cache(load: Callable[P, pairs.LoadedPair]) -> Callable[P, Pair
     with warnings.catch_warnings():
       warnings.simplefilter("ignore", pairs.GenerationWarning)
       pair = Pair(*load(*args, **kwargs))
-    ignored = {name: value for name, value in pair.generation.items() if name not in SETTINGS}
+    ignored = {name: value for name, value in pair.target.generation.items() if name not in SETTINGS}
     if ignored:
       stated = ", ".join(f"{name} {value!r:.60}" for name, value in ignored.items())
       warnings.warn(
-        f"The checkpoint {pair.target_path or pair.target_name} sets {stated}. transformers "
+        f"The checkpoint {pair.target.path or pair.target.name} sets {stated}. transformers "
         "applies these in generate; specdec_jax does not support them, so that outputs may differ.",
         stacklevel=2,
       )
@@ -597,5 +597,5 @@ def _with_compile_cache(load: Callable[P, pairs.LoadedPair]) -> Callable[P, Pair
   return loading
 
 
-load_pair = _with_compile_cache(pairs.load_pair)
-random_pair = _with_compile_cache(pairs.random_pair)
+load_pair = _with_compile_cache(load.load_pair)
+random_pair = _with_compile_cache(load.random_pair)

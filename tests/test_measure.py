@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import tiny
 import tiny_pair
+from specdec_jax.load import random_pair
 from tiny import autoregressive_decode
 
 from specdec_jax import theory
@@ -65,7 +66,6 @@ from specdec_jax.measure.tables import BUDGET, legend, records_table
 from specdec_jax.models.families import for_decoding
 from specdec_jax.models.simulated import SimulatedModel
 from specdec_jax.models.t5 import T5Model
-from specdec_jax.pairs import random_pair
 
 GREEDY, RANDOM = Sampling(0.0), Sampling(1.0)
 TEXTS = [tiny_pair.SENTENCES[i] for i in (0, 14, 60)]
@@ -82,8 +82,8 @@ def decoded(sampling):
   pair = tiny_pair.pair()
   prompt = pair.prompt(TEXTS)
   output = autoregressive_decode(
-    pair.target,
-    pair.target_params,
+    pair.target.model,
+    pair.target.params,
     prompt,
     row_keys(0, 0, len(TEXTS)),
     max_new_tokens=LIMIT,
@@ -126,9 +126,9 @@ def test_beta_is_the_sum_of_the_smaller_probabilities(draft, sampling):
 
 
 def logits_and_q(pair, prompt, tokens, sampling):
-  draft = pair.draft(sampling, chain(1))
+  draft = pair.draft.build(sampling, chain(1))
   q = draft_probs(pair, draft, prompt, tokens)
-  return teacher_forced_logits(pair.target, pair.target_params, prompt, tokens), q
+  return teacher_forced_logits(pair.target.model, pair.target.params, prompt, tokens), q
 
 
 @pytest.mark.slow
@@ -364,8 +364,8 @@ def shapes(calls):
 )
 def test_parts_of_rounds_can_be_timed_with_each_verifier(verifier):
   """Verifiers that need draft tokens are not used in autoregressive steps."""
-  pair = tiny_pair.pair()._replace(verifier=verifier)
-  drafts = [pair.draft(GREEDY, chain(gamma)) for gamma in (1, 3)]
+  pair = dataclasses.replace(tiny_pair.pair(), verifier=verifier)
+  drafts = [pair.draft.build(GREEDY, chain(gamma)) for gamma in (1, 3)]
   ends = shapes(round_calls(pair, drafts, pair.prompt(TEXTS[:1]), GREEDY, LIMIT))
   for part, has_draft in ((ends.undrafted, False), (ends.drafted, True)):
     assert [each.chain.rounds.guesses.shape[-1] for each in part] == [1, 3]
@@ -376,7 +376,7 @@ def test_parts_of_rounds_can_be_timed_with_each_verifier(verifier):
 
 def test_rounds_of_a_dynamic_tree_can_be_timed():
   pair = tiny_pair.pair()
-  draft = pair.draft(GREEDY, DynamicTree(6, 3))
+  draft = pair.draft.build(GREEDY, DynamicTree(6, 3))
   ends = shapes(round_calls(pair, [draft], pair.prompt(TEXTS[:1]), GREEDY, LIMIT))
   assert [x[0].none.rounds.guesses.shape[-1] for x in (ends.undrafted, ends.drafted)] == [6, 6]
   assert ends.accept[0].none.path.shape == (1, 3)
@@ -640,7 +640,7 @@ def test_batches_and_samples_have_no_comparison(tmp_path, quick):
 @pytest.mark.slow
 def test_prediction_for_another_verifier_has_its_own_acceptance(tmp_path, quick):
   """Alpha is the acceptance rate of Algorithm 1, so there is none."""
-  pair = tiny_pair.pair()._replace(verifier=BlockVerifier)
+  pair = dataclasses.replace(tiny_pair.pair(), verifier=BlockVerifier)
   settings = dataclasses.replace(SETTINGS, sampling=RANDOM)
   (record,) = measure_it(records.results_path(tmp_path), pair=pair, settings=settings)
   outputs, times = record.outputs, record.times
@@ -664,7 +664,7 @@ def test_noisy_costs_give_no_prediction(tmp_path, quick):
 @pytest.mark.slow
 def test_simulated_acceptance_is_recorded_as_such(tmp_path, quick):
   real = tiny_pair.pair()
-  target = SimulatedModel(real.target, 0.6, real.vocabulary.eos_id)
+  target = SimulatedModel(real.target.model, 0.6, real.vocabulary.eos_id)
   pair = real._replace(target=target, simulated_alpha=0.6)
   settings = DecodeSettings(GREEDY, batch_size=8, max_new_tokens=32)
   path = records.results_path(tmp_path)

@@ -9,6 +9,7 @@ import pytest
 import tiny
 import tiny_pair
 from jax import lax
+from specdec_jax.load import load_pair
 from test_record_tables import RECORD
 from test_report import parsed
 
@@ -20,7 +21,6 @@ from specdec_jax.measure.tables import ROOFLINE, legend, records_table, render
 from specdec_jax.models.families import for_decoding, init_params
 from specdec_jax.models.layers import Embed
 from specdec_jax.models.t5 import T5Model
-from specdec_jax.pairs import load_pair
 
 SLOTS, SOURCE = 40, 8
 MATRIX, ONES, ROWS = jnp.ones((6, 5)), jnp.ones(5), jnp.array([4, 1])
@@ -109,7 +109,7 @@ def test_steps_of_a_pair_whose_draft_is_its_target():
 
 def test_prompt_lookup_reads_almost_nothing():
   pair = tiny_pair.pair()
-  size = pair.target.vocab_size
+  size = pair.target.model.vocab_size
   copying = pair._replace(
     draft=lambda sampling, tree: PromptLookupDraft(size, tree), draft_params=()
   )
@@ -133,7 +133,7 @@ def test_device_reads_its_share_of_sharded_parameters():
 
   cut, copied = array((8, 6), ways=4), array((16,), ways=1)
   assert roofline._shard_share({"cut": cut, "copied": copied}) == (12 + 16) / (48 + 16)
-  assert roofline._shard_share(tiny_pair.pair().target_params) == roofline._shard_share(()) == 1
+  assert roofline._shard_share(tiny_pair.pair().target.params) == roofline._shard_share(()) == 1
 
 
 def test_bandwidth_is_that_of_the_faster_way_to_read_the_matrix(monkeypatch):

@@ -26,13 +26,13 @@ from specdec_jax.core.types import Context, Outcome, Verification
 from specdec_jax.core.verify.blocks import BlockVerifier
 from specdec_jax.core.verify.k_seq import KSeqVerifier
 from specdec_jax.core.verify.tokens import TokenVerifier
+from specdec_jax.drafts.composed import forest_draft, tree_draft
 from specdec_jax.drafts.dynamic import DynamicDraft
 from specdec_jax.drafts.forest import joined_at_root
 from specdec_jax.drafts.model import ModelDraft
 from specdec_jax.errors import InputError
 from specdec_jax.measure.alpha import measure_alpha, positional_acceptance
 from specdec_jax.models.t5 import T5Model
-from specdec_jax.pairs import forest_draft, tree_draft, verifier_name
 
 RAGGED = Tree((0, 0, 1, 1, 2, 4))
 
@@ -247,11 +247,11 @@ def test_positional_acceptance_agrees_with_the_rounds_of_decoding():
 
 
 def test_k_seq_requires_independently_sampled_siblings():
-  pair = tiny_pair.pair("near")._replace(verifier=KSeqVerifier)
+  pair = dataclasses.replace(tiny_pair.pair("near"), verifier=KSeqVerifier)
   drafts = [pair.decoder(Sampling(), tree).draft for tree in (branching(2), chain(2))]
   assert [draft.independent for draft in drafts] == [True, False]
   # Drafts that propose a tree if a chain is requested.
-  target, near = pair.loaded_target, lambda target: pair.draft_factory
+  target, near = pair.target, lambda target: pair.draft
   tree = pair.with_draft(tree_draft(target, near, (2,)))
   assert tree.decoder(Sampling(), chain(2)).draft.independent
   forest = pair.with_draft(forest_draft(target, [near, near]))
@@ -263,9 +263,9 @@ def test_k_seq_requires_independently_sampled_siblings():
 
 
 def test_pair_uses_its_own_verifier():
-  pair = tiny_pair.pair()._replace(verifier=BlockVerifier)
+  pair = dataclasses.replace(tiny_pair.pair(), verifier=BlockVerifier)
   assert isinstance(pair.verifier_for(Sampling()), BlockVerifier)
-  assert verifier_name(pair.verifier) == "BlockVerifier"
+  assert pair.verifier_name == "BlockVerifier"
   with pytest.raises(InputError, match="lenience below 1 goes with TokenVerifier"):
     pair.verifier_for(Sampling(), 0.5)
   assert tiny_pair.pair().verifier_for(Sampling(), 0.5) == TokenVerifier(Sampling(), 0.5)

@@ -18,8 +18,9 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
+from specdec_jax.core.atomic_files import atomic_write
+from specdec_jax.pair import Pair
 
-from specdec_jax.atomic_files import atomic_write
 from specdec_jax.core.loading import DecodeSettings
 from specdec_jax.core.sampling import Sampling, row_keys
 from specdec_jax.core.trees import chain
@@ -31,7 +32,6 @@ from specdec_jax.measure.costs import (
   round_costs,
 )
 from specdec_jax.measure.records import settings_to_measure
-from specdec_jax.pairs import LoadedPair
 
 GAMMA = 7
 LIMIT = 64  # maximum number of tokens per text
@@ -52,7 +52,7 @@ LEGEND = (
 
 
 def benchmark(
-  pair: LoadedPair, sentences: Sequence[str], recorded: str, record: bool = False, runs: int = 5
+  pair: Pair, sentences: Sequence[str], recorded: str, record: bool = False, runs: int = 5
 ) -> None:
   """Measure ratios of speeds, and either print them next to recorded ratios or record them.
 
@@ -85,7 +85,7 @@ def benchmark(
     console.print(f"Recorded with other settings: {'; '.join(changed)}.")
 
 
-def _setting(pair: LoadedPair, sentences: Sequence[str]) -> dict[str, str]:
+def _setting(pair: Pair, sentences: Sequence[str]) -> dict[str, str]:
   """Return the device, the kernels and the versions, on which the ratios depend."""
   settings = DecodeSettings(Sampling(0.0), max_new_tokens=LIMIT)
   (setting,) = settings_to_measure(pair, sentences, [settings], [GAMMA])
@@ -96,7 +96,7 @@ def _setting(pair: LoadedPair, sentences: Sequence[str]) -> dict[str, str]:
   }
 
 
-def ratios(pair: LoadedPair, sentences: Sequence[str]) -> dict[str, float]:
+def ratios(pair: Pair, sentences: Sequence[str]) -> dict[str, float]:
   """Measure the ratios named in `HIGHER_IS_BETTER`, from medians of interleaved repeats."""
   texts = sentences[:8]
   width = pair.prompt(texts).shape[1]  # one width, so that each program is compiled once
@@ -107,16 +107,16 @@ def ratios(pair: LoadedPair, sentences: Sequence[str]) -> dict[str, float]:
   return dict(zip(HIGHER_IS_BETTER, map(float, values)))
 
 
-def _costs(pair: LoadedPair, prompt: Array) -> Costs:
+def _costs(pair: Pair, prompt: Array) -> Costs:
   """Measure costs as `measure_costs` does, but without the prefill, which is slow to compile."""
-  draft = pair.draft(Sampling(0.0), chain(GAMMA))
+  draft = pair.draft.build(Sampling(0.0), chain(GAMMA))
   parts, _ = interleaved_medians(
     round_calls(pair, [draft], prompt, Sampling(0.0), LIMIT), repeats=9
   )
   return round_costs(Starts(math.nan, math.nan), parts, [GAMMA])[0]
 
 
-def _speedup(pair: LoadedPair, prompts: Sequence[Array], sampling: Sampling) -> float:
+def _speedup(pair: Pair, prompts: Sequence[Array], sampling: Sampling) -> float:
   """Measure the speedup: speculative / autoregressive tokens per second, over all prompts."""
   decodes = pair.decode_fn(sampling, chain(0)), pair.decode_fn(sampling, chain(GAMMA))
   seconds, tokens = [], []

@@ -2,6 +2,8 @@
 
 from collections.abc import Callable, Sequence
 
+from specdec_jax.pair import Pair
+
 from specdec_jax.core.loading import DecodeSettings
 from specdec_jax.core.sampling import Sampling
 from specdec_jax.core.types import Verifier
@@ -25,7 +27,6 @@ from specdec_jax.measure.tables import (
   measured_with,
   models_text,
 )
-from specdec_jax.pairs import LoadedPair
 
 DRAFTS_LEGEND = {
   "alpha": "acceptance rate of the first draft token (in a tree: of the first child) at every "
@@ -48,7 +49,7 @@ DRAFTS_LEGEND = {
 
 
 def compare_drafts(
-  pair: LoadedPair,
+  pair: Pair,
   texts: Sequence[str],
   output_dir: str,
   drafts: Sequence[LoadsDraft],
@@ -85,10 +86,10 @@ def compare_drafts(
   ]
   sampled = [each for each in settings if each.sampling.temperature > 0]
   measurements = [(pair, settings)]
-  measurements += [(pair._replace(verifier=verifier), sampled) for verifier in verifiers if sampled]
-  measurements += [(pair.with_draft(draft(pair.loaded_target)), settings) for draft in drafts]
+  measurements += [(dataclasses.replace(pair, verifier=verifier), sampled) for verifier in verifiers if sampled]
+  measurements += [(pair.with_draft(draft(pair.target)), settings) for draft in drafts]
   measurements += [
-    (pair.with_draft(draft(pair.loaded_target))._replace(verifier=verifier), settings)
+    (pair.with_draft(draft(pair.target))._replace(verifier=verifier), settings)
     for draft, verifier in drafts_with_verifiers
   ]
   sweep(

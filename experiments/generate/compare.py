@@ -21,6 +21,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
+from specdec_jax.load import EMBEDDED
 
 import specdec_jax
 from experiments.peers.huggingface import load_model
@@ -29,7 +30,6 @@ from specdec_jax.checkpoints.huggingface import save_huggingface
 from specdec_jax.checkpoints.load import open_checkpoint
 from specdec_jax.measure.machine import provenance
 from specdec_jax.measure.tables import Table
-from specdec_jax.pairs import EMBEDDED
 
 PARITY_LEGEND = {
   "ties": "other texts whose scores differ by less than 1e-4",

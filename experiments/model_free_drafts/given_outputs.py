@@ -15,13 +15,15 @@ import jax.numpy as jnp
 import numpy as np
 from flax import struct
 from jax import Array
+from specdec_jax.pair import Pair
 
 from specdec_jax import theory
 from specdec_jax.core.arrays import gather
 from specdec_jax.core.counts import acceptance_by_position, acceptance_rate, num_rounds, num_tokens
-from specdec_jax.core.loading import DecodeSettings, LoadedTarget
+from specdec_jax.core.loading import DecodeSettings
 from specdec_jax.core.sampling import Sampling, row_keys
 from specdec_jax.core.trees import AnyTree, NodeLayout, chain, place_chain
+from specdec_jax.core.types import DraftSpec, Loaded
 from specdec_jax.data.vocabulary import PAD_ID, Vocabulary, padded
 from specdec_jax.errors import InputError
 from specdec_jax.measure.alpha import draft_probs, lag1_correlation, mean_with_interval
@@ -29,7 +31,6 @@ from specdec_jax.measure.records import Record, settings_to_measure
 from specdec_jax.measure.sweep import Report, Step, sweep
 from specdec_jax.measure.tables import MISSING, Table, models_text
 from specdec_jax.models.t5 import EOS_ID
-from specdec_jax.pairs import DraftFactory, LoadedPair
 
 GIVEN_OUTPUTS_LEGEND = {
   "alpha": "mean of q at the target's own token, with its 95% interval (bootstrap over texts)",
@@ -101,7 +102,7 @@ def given_outputs(
   vocabulary: Vocabulary,
   sources: Sequence[str],
   outputs: Sequence[str],
-  drafts: Sequence[Callable[[LoadedTarget], DraftFactory]],
+  drafts: Sequence[Callable[[Loaded], DraftSpec]],
   output_dir: str,
   task: str,
   target: str,
@@ -140,9 +141,9 @@ def given_outputs(
       "source."
     )
   model = RecitingModel(len(vocabulary), vocabulary.start_id, vocabulary.eos_id)
-  loaded = LoadedTarget(model, None, vocabulary)  # the parameters are the text of each source
+  loaded = Loaded(model, None, vocabulary)  # the parameters are the text of each source
   pairs = [
-    LoadedPair(
+    Pair(
       target=model,
       target_params=None,
       target_name=target,
@@ -162,7 +163,7 @@ def given_outputs(
   settings = [DecodeSettings(ARGMAX, max_new_tokens=max_new_tokens)]
   steps = [
     Step(
-      pair.draft_name,
+      pair.draft.name,
       settings_to_measure(pair, inputs, settings, gammas),
       functools.partial(_measure, pair, source_ids, output_ids),
     )
@@ -177,7 +178,7 @@ def given_outputs(
 
 
 def _measure(
-  pair: LoadedPair,
+  pair: Pair,
   source_ids: Sequence[Sequence[int]],
   output_ids: Sequence[Sequence[int]],
   settings: Sequence[Record],
@@ -186,7 +187,7 @@ def _measure(
   """Yield one record per gamma, for one draft on the given outputs."""
   since = time.perf_counter()
   prompts, texts = (padded(rows, max(map(len, rows)))[:, None] for rows in (source_ids, output_ids))
-  draft = pair.draft(ARGMAX, chain(1))
+  draft = pair.draft.build(ARGMAX, chain(1))
   betas = []  # p is a one-hot, so sum min(p, q) is q of its token
   for prompt, text, tokens in zip(prompts, texts, output_ids):
     q = np.asarray(draft_probs(pair._replace(target_params=text), draft, prompt, text)[0])

@@ -16,6 +16,7 @@ import jax
 import numpy as np
 from rich.console import Console
 from rich.text import Text
+from specdec_jax.pair import Pair
 
 from experiments.peers.comparison import OWN_BASELINE, Backend, Comparison, Decode, best_of_beams
 from experiments.peers.worker import Process, after_idle, in_subprocess
@@ -38,7 +39,6 @@ from specdec_jax.measure.costs import interleaved_seconds, ratio_range
 from specdec_jax.measure.records import Record, settings_to_measure
 from specdec_jax.measure.sweep import Report, Step, measure_missing
 from specdec_jax.measure.tables import IDENTICAL, MISSING, Table, render
-from specdec_jax.pairs import LoadedPair
 
 PEERS_LEGEND = {
   "tokens/s": "total tokens / total seconds, prefill included, medians of interleaved repeats",
@@ -233,13 +233,13 @@ def _load_decoders(
   return decoders
 
 
-def _target(one: Record | LoadedPair) -> _Target:
+def _target(one: Record | Pair) -> _Target:
   """Return dtype and kernels, whose name contains the format of the weights."""
   models = one.models if isinstance(one, Record) else one
   return models.dtype, models.kernels
 
 
-def _precision(one: Record | LoadedPair) -> _Precision:
+def _precision(one: Record | Pair) -> _Precision:
   return _target(one), one.models.draft if isinstance(one, Record) else one.draft_name
 
 
@@ -250,16 +250,16 @@ def _baseline_key(setting: Record) -> _DecoderKey:
 
 
 def _speculative(
-  comparison: Comparison, pair: LoadedPair, sampling: Sampling, gamma: int
+  comparison: Comparison, pair: Pair, sampling: Sampling, gamma: int
 ) -> Decode:
   """Return a function for speculative decoding, or speculative beam search if there are beams."""
   beams, draft_beams = comparison.workload.beams, comparison.workload.draft_beams
   if beams:
     return best_of_beams(pair.beam_searcher(beams, gamma, draft_beams), pair.params)
-  draft = pair.draft(sampling, chain(gamma))
+  draft = pair.draft.build(sampling, chain(gamma))
 
   def decode(prompt, rng, *, max_new_tokens: int, sampling: Sampling) -> DecodeResult:
-    decoder = Decoder(pair.target, draft, TokenVerifier(sampling))
+    decoder = Decoder(pair.target.model, draft, TokenVerifier(sampling))
     return decoder.run(pair.params, prompt, rng, max_new_tokens=max_new_tokens)
 
   return decode

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Sequence
 
 import numpy as np
 from rich.console import Console
+from specdec_jax.pair import Pair
 
 from specdec_jax.commands.translate import decode_lines
 from specdec_jax.core.counts import acceptance_rate, num_rounds, num_tokens
@@ -28,11 +29,10 @@ from specdec_jax.measure.tables import (
   records_table,
   render,
 )
-from specdec_jax.pairs import LoadedPair
 
 
 def measure_throughput(
-  pair: LoadedPair,
+  pair: Pair,
   inputs: Sequence[str],
   output_dir: str,
   batch_sizes: Sequence[int] = (8, 32),
@@ -83,7 +83,7 @@ def measure_throughput(
 
 def _measured(
   setting: records.Record,
-  pair: LoadedPair,
+  pair: Pair,
   texts: Sequence[str],
   tree: AnyTree,
   settings: DecodeSettings,

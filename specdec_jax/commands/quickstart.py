@@ -12,11 +12,11 @@ from specdec_jax.core.trees import chain
 from specdec_jax.errors import InputError, require_count
 from specdec_jax.measure.records import results_path
 from specdec_jax.measure.rounds import LEGEND, TREE_LEGEND, Example, round_text
-from specdec_jax.pairs import LoadedPair
+from specdec_jax.pair import Pair
 
 
 def quickstart(
-  pair: LoadedPair,
+  pair: Pair,
   sentences: Sequence[str],
   output_dir: str,
   gammas: Sequence[int] = (3, 5, 7),

@@ -16,11 +16,11 @@ from specdec_jax.measure.rounds import Example, read_rounds
 from specdec_jax.measure.speed import Baseline, own_baseline, speed_steps
 from specdec_jax.measure.sweep import sweep
 from specdec_jax.measure.tables import BUDGET, ROOFLINE, Table, records_table, speed_table
-from specdec_jax.pairs import LoadedPair
+from specdec_jax.pair import Pair
 
 
 def speedup(
-  pair: LoadedPair,
+  pair: Pair,
   texts: Sequence[str],
   output_dir: str,
   gammas: Sequence[int | Literal["auto"]] | Literal["auto"] = (3, 5, 7),
@@ -32,14 +32,14 @@ def speedup(
   seed: int = 0,
   lenience: float = 1.0,
   report_examples: int = 4,
-  baseline: Callable[[LoadedPair], Baseline] = own_baseline,
+  baseline: Callable[[Pair], Baseline] = own_baseline,
   references: str | Sequence[str] | None = None,
   metric: str = "BLEU",
 ) -> None:
   """Measure the speedup on texts, print a table, and write `results.jsonl` and `report.html`.
 
   Args:
-    pair: target and draft; see `pairs.load_pair`.
+    pair: target and draft; see `load.load_pair`.
     texts: sources.
     output_dir: folder for both files. Settings that are already recorded in the folder are not
       measured again.
@@ -87,7 +87,7 @@ def speedup(
 
 
 def decode_examples(
-  pair: LoadedPair, texts: Sequence[str], settings: Iterable[DecodeSettings], tree: AnyTree
+  pair: Pair, texts: Sequence[str], settings: Iterable[DecodeSettings], tree: AnyTree
 ) -> Iterator[Example]:
   """Decode texts one at a time with each of the settings, as examples for a report.
 

@@ -20,7 +20,7 @@ from specdec_jax.core.sampling import Sampling
 from specdec_jax.core.trees import Tree, placeholder_shape
 from specdec_jax.core.types import Draft, Proposal
 from specdec_jax.core.verify.tokens import TokenVerifier
-from specdec_jax.pairs import LoadedPair
+from specdec_jax.pair import Pair
 
 CHAIN = 8  # number of rounds per timed call
 
@@ -129,12 +129,12 @@ class Parts(NamedTuple):
   accept: list[Looped]  # verifier alone, for each draft
 
 
-def start_calls(pair: LoadedPair, draft: Draft, prompt: Array, max_new_tokens: int) -> Starts:
+def start_calls(pair: Pair, draft: Draft, prompt: Array, max_new_tokens: int) -> Starts:
   """Return calls that prefill the models of a pair for a prompt."""
   verifier, rng = pair.verifier_for(Sampling()), jax.random.key(0)
 
   def call(draft: Draft) -> Callable[[], object]:
-    decoder = Decoder(pair.target, draft, verifier)
+    decoder = Decoder(pair.target.model, draft, verifier)
     return functools.partial(_init, decoder, pair.params, prompt, rng, max_new_tokens)
 
   return Starts(call(NullDraft()), call(draft))
@@ -144,7 +144,7 @@ _init = jax.jit(Decoder.init, static_argnames="max_new_tokens")
 
 
 def round_calls(
-  pair: LoadedPair,
+  pair: Pair,
   drafts: Sequence[Draft],
   prompt: Array,
   sampling: Sampling,
@@ -156,7 +156,7 @@ def round_calls(
   The tokens do not matter: shapes are fixed, and a row that has ended is still computed.
   `max_new_tokens` sets the number of cache slots.
   """
-  target, batch, vocab_size = pair.target, len(prompt), pair.target.vocab_size
+  target, batch, vocab_size = pair.target.model, len(prompt), pair.target.model.vocab_size
   rng = jax.random.split(jax.random.key(0), batch)
   verifier = pair.verifier_for(sampling, lenience)
   decoders = {
@@ -221,7 +221,7 @@ def round_costs(starts: Starts, parts: Parts, depths: Sequence[int]) -> list[Cos
 
 
 def measure_costs(
-  pairs: Sequence[LoadedPair],
+  pairs: Sequence[Pair],
   trees: Sequence[Tree],
   prompt: Array,
   sampling: Sampling,
@@ -239,7 +239,7 @@ def measure_costs(
   """
   calls = []
   for pair in pairs:
-    drafts = [pair.draft(sampling, tree) for tree in trees]
+    drafts = [pair.draft.build(sampling, tree) for tree in trees]
     starts = start_calls(pair, drafts[0], prompt, max_new_tokens)
     calls.append((starts, round_calls(pair, drafts, prompt, sampling, max_new_tokens, lenience)))
   seconds, _ = interleaved_medians(calls, repeats)

@@ -19,7 +19,7 @@ from specdec_jax import __version__
 from specdec_jax.core.loading import DecodeSettings
 from specdec_jax.errors import InputError
 from specdec_jax.measure.machine import provenance
-from specdec_jax.pairs import LoadedPair, verifier_name
+from specdec_jax.pair import Pair
 
 BUNDLED = "specdec_jax/assets/"  # prefix of the paths of bundled checkpoints
 
@@ -239,7 +239,7 @@ GROUPS = {
 
 
 def settings_to_measure(
-  pair: LoadedPair,
+  pair: Pair,
   texts: Sequence[str],
   settings: Iterable[DecodeSettings],
   gammas: Sequence[int],
@@ -251,12 +251,12 @@ def settings_to_measure(
   `repeats` is the number of timed repeats; None if nothing is timed.
   """
   device, host = jax.devices()[0], provenance()
-  num_devices = [len(x.sharding.device_set) for x in jax.tree.leaves(pair.target_params)]
+  num_devices = [len(x.sharding.device_set) for x in jax.tree.leaves(pair.target.params)]
   models = Models(
-    target=pair.target_name,
-    draft=pair.draft_name,
-    target_path=pair.target_path,
-    draft_path=pair.draft_path,
+    target=pair.target.name,
+    draft=pair.draft.name,
+    target_path=pair.target.path,
+    draft_path=pair.draft.path,
     dtype=pair.dtype,
     kernels=pair.kernels,
     simulated=pair.simulated_alpha is not None,
@@ -280,7 +280,7 @@ def settings_to_measure(
         top_p=each.sampling.top_p,
         lenience=each.lenience,
         gamma=gamma,
-        verifier=verifier_name(pair.verifier),
+        verifier=pair.verifier_name,
         batch_size=each.batch_size,
         max_new_tokens=each.max_new_tokens,
         seed=each.seed,

@@ -22,7 +22,7 @@ from specdec_jax.core.trees import chain
 from specdec_jax.core.types import Draft
 from specdec_jax.measure.costs import interleaved_medians
 from specdec_jax.models.kernels import skinny
-from specdec_jax.pairs import LoadedPair
+from specdec_jax.pair import Pair
 
 # Number of rows of the square matrix that is read: 0.27 and 1.07 GB, far larger than any cache.
 # Each call reads the matrix READS times, which makes dispatch overhead negligible.
@@ -62,7 +62,7 @@ def memory_bandwidth(repeats: int = 5) -> float:
 
 
 def step_bytes(
-  pair: LoadedPair, gamma: int, prompt: Array, sampling: Sampling, max_new_tokens: int
+  pair: Pair, gamma: int, prompt: Array, sampling: Sampling, max_new_tokens: int
 ) -> StepBytes:
   """Count the bytes that one decoding step, one draft step and one verification have to read.
 
@@ -74,10 +74,10 @@ def step_bytes(
 
   def extend(state: DecodeState, num_tokens: int) -> float:
     block = jax.ShapeDtypeStruct((len(prompt), num_tokens), jnp.int32)
-    num_bytes = read_bytes(pair.target.extend, params.target, state.target_cache, block)
+    num_bytes = read_bytes(pair.target.model.extend, params.target, state.target_cache, block)
     return num_bytes * _shard_share(params.target)
 
-  draft = pair.draft(sampling, chain(gamma))
+  draft = pair.draft.build(sampling, chain(gamma))
   state = _before(pair, draft, prompt, sampling, max_new_tokens)
   plain = _before(pair, NullDraft(), prompt, sampling, max_new_tokens)
   proposed = read_bytes(draft.propose, params.draft, state.draft_state, state.context, rng)
@@ -89,10 +89,10 @@ def step_bytes(
 
 
 def _before(
-  pair: LoadedPair, draft: Draft, prompt: Array, sampling: Sampling, max_new_tokens: int
+  pair: Pair, draft: Draft, prompt: Array, sampling: Sampling, max_new_tokens: int
 ) -> DecodeState:
   """Return the shapes of the state before a round."""
-  decoder = Decoder(pair.target, draft, pair.verifier_for(sampling))
+  decoder = Decoder(pair.target.model, draft, pair.verifier_for(sampling))
   rng = jax.random.split(jax.random.key(0), len(prompt))
   init = functools.partial(decoder.init, prompt=prompt, rng=rng, max_new_tokens=max_new_tokens)
   return jax.eval_shape(init, pair.params)
@@ -146,7 +146,7 @@ def _nbytes(var) -> int:
   return math.prod(var.aval.shape) * var.aval.dtype.itemsize
 
 
-def operations_ratio(pair: LoadedPair, prompt: Array, sampling: Sampling) -> float:
+def operations_ratio(pair: Pair, prompt: Array, sampling: Sampling) -> float:
   """Compute c-hat: operations of a draft step / operations of a target step (Section 3.4).
 
   Only the operations of matmuls count, because others are few. The operations of a draft step are
@@ -163,12 +163,12 @@ def operations_ratio(pair: LoadedPair, prompt: Array, sampling: Sampling) -> flo
     return _before(pair, draft, prompt, sampling, max(0, 2 - draft.tree.depth))
 
   def propose(gamma: int) -> int:
-    draft = pair.draft(sampling, chain(gamma))
+    draft = pair.draft.build(sampling, chain(gamma))
     state = before(draft)
     return operations(draft.propose, params.draft, state.draft_state, state.context, rng)
 
   block = jax.ShapeDtypeStruct((len(prompt), 1), jnp.int32)
-  step = operations(pair.target.extend, params.target, before(NullDraft()).target_cache, block)
+  step = operations(pair.target.model.extend, params.target, before(NullDraft()).target_cache, block)
   return (propose(2) - propose(1)) / step
 
 

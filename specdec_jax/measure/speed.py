@@ -43,7 +43,7 @@ from specdec_jax.measure.costs import (
 from specdec_jax.measure.records import Outputs, Record, Times, settings_to_measure
 from specdec_jax.measure.roofline import memory_bandwidth, operations_ratio, step_bytes
 from specdec_jax.measure.sweep import Report, Step
-from specdec_jax.pairs import LoadedPair
+from specdec_jax.pair import Pair
 
 NUM_COSTED = 24  # number of batches at which costs are timed
 
@@ -55,19 +55,19 @@ class Baseline(NamedTuple):
   decode: Callable[..., DecodeResult]  # of (prompt, rng, *, max_new_tokens, sampling)
 
 
-def own_baseline(pair: LoadedPair) -> Baseline:
+def own_baseline(pair: Pair) -> Baseline:
   """Return a baseline that decodes autoregressively with this package."""
 
   def decode(prompt: Array, rng: Array, *, max_new_tokens: int, sampling: Sampling) -> DecodeResult:
-    decoder = Decoder(pair.target, NullDraft(), TokenVerifier(sampling), pair.vocabulary.eos_id)
-    params = Params(pair.target_params)
+    decoder = Decoder(pair.target.model, NullDraft(), TokenVerifier(sampling), pair.vocabulary.eos_id)
+    params = Params(pair.target.params)
     return decoder.run(params, prompt, rng, max_new_tokens=max_new_tokens)
 
   return Baseline("own", decode)
 
 
 def speed_steps(
-  pair: LoadedPair,
+  pair: Pair,
   texts: Sequence[str],
   settings: Sequence[DecodeSettings],
   gammas: Sequence[int],
@@ -125,7 +125,7 @@ def speed_steps(
 
   return [
     Step(
-      f"{pair.draft_name}, temperature {each.sampling.temperature:g}",
+      f"{pair.draft.name}, temperature {each.sampling.temperature:g}",
       settings_to_measure(pair, texts, [each], gammas, baseline.name, repeats),
       functools.partial(measure, each),
     )
@@ -166,7 +166,7 @@ class Speed(NamedTuple):
 
 
 def measure_speed(
-  pair: LoadedPair,
+  pair: Pair,
   prompts: Sequence[Array],
   gammas: Sequence[int],
   settings: DecodeSettings,
@@ -181,7 +181,7 @@ def measure_speed(
   costs are timed at all of them. The batch size is that of the prompts.
   """
   sampling, max_new_tokens, lenience = settings.sampling, settings.max_new_tokens, settings.lenience
-  drafts = [pair.draft(sampling, chain(gamma)) for gamma in gammas]
+  drafts = [pair.draft.build(sampling, chain(gamma)) for gamma in gammas]
   shapes = collections.Counter(prompt.shape for prompt in prompts)
   typical = next(p for p in prompts if p.shape == shapes.most_common(1)[0][0])
   parts = round_calls(pair, drafts, typical, sampling, max_new_tokens, lenience)
@@ -232,7 +232,7 @@ def _sum(*seconds: np.ndarray) -> np.ndarray:
 
 
 def _records(
-  pair: LoadedPair,
+  pair: Pair,
   prompts: Sequence[Array],
   settings: DecodeSettings,
   wanted: Sequence[Record],
@@ -243,7 +243,7 @@ def _records(
   # Corollary 6 and the closed forms are about Algorithm 1.
   is_algorithm_1 = type(pair.verifier_for(sampling)) is TokenVerifier
   alpha, acceptance = pair.simulated_alpha if is_algorithm_1 else None, Outputs()
-  drafts = {gamma: pair.draft(sampling, chain(gamma)) for gamma in speed.speculative}
+  drafts = {gamma: pair.draft.build(sampling, chain(gamma)) for gamma in speed.speculative}
   depends = any(draft.depends_on_outcomes for draft in drafts.values())
   if is_algorithm_1 and alpha is None and not depends:
     acceptance = measure_alpha(pair, prompts, speed.baseline, sampling, settings.lenience)
@@ -251,8 +251,8 @@ def _records(
   is_comparable = sampling.temperature == 0 and pair.simulated_alpha is None
   c_hat = operations_ratio(pair, prompts[0], sampling)
   bandwidth = memory_bandwidth()
-  target_ids = {id(x) for x in jax.tree.leaves(pair.target_params)}
-  draft_arrays = [x for x in jax.tree.leaves(pair.draft_params) if id(x) not in target_ids]
+  target_ids = {id(x) for x in jax.tree.leaves(pair.target.params)}
+  draft_arrays = [x for x in jax.tree.leaves(pair.draft.params) if id(x) not in target_ids]
   for setting in wanted:
     gamma = setting.settings.gamma
     low, high = speed.spread(gamma)

@@ -270,7 +270,7 @@ def test_random_weights_are_measured_at_their_simulated_alpha(tmp_path):
   bfloat16 = "skinny" if skinny.is_available(jnp.bfloat16) else "xla"
   kernels = [*float32, bfloat16, bfloat16, f"{bfloat16}+int8"]
   assert [pair.kernels for pair in comparison.pairs] == kernels
-  assert ["int8" in pair.draft_name for pair in comparison.pairs[-3:]] == [False, True, True]
+  assert ["int8" in pair.draft.name for pair in comparison.pairs[-3:]] == [False, True, True]
 
   def make_comparison(folder):
     return with_workload(comparison._replace(pairs=comparison.pairs[-1:]), gammas=(3,))

@@ -7,6 +7,7 @@ import itertools
 import jax
 import pytest
 import tiny_pair
+from specdec_jax.pair import Pair
 
 from experiments.methods import search_layers as module
 from experiments.methods.search_layers import search, search_layers
@@ -17,7 +18,6 @@ from specdec_jax.measure import records
 from specdec_jax.measure.alpha import measure_alpha
 from specdec_jax.measure.costs import Costs
 from specdec_jax.models.families import model_of
-from specdec_jax.pairs import LoadedPair
 from specdec_jax.theory import text_improvement
 
 TEXTS = tiny_pair.SENTENCES[:6]
@@ -27,10 +27,10 @@ LIMIT = 10
 
 
 @functools.cache
-def deep(of, num_layers: int = 3) -> LoadedPair:
+def deep(of, num_layers: int = 3) -> Pair:
   """Return a tiny pair with a target that has several decoder layers."""
   pair = of()
-  config = dataclasses.replace(pair.target.config, num_decoder_layers=num_layers)
+  config = dataclasses.replace(pair.target.model.config, num_decoder_layers=num_layers)
   # Without kernels, so that parameters need no packing.
   config = dataclasses.replace(config, kernels="xla", fused=False)
   params = tiny_pair.random_params(config, 5)
@@ -41,7 +41,7 @@ def layer_costs(pairs, trees, *args) -> list[list[Costs]]:
   """Return costs with v = 1, and c = 0.02 per layer at gamma 10; at other gammas, c is noise."""
 
   def costs(pair, gamma) -> Costs:
-    draft_step = 0.02 * len(pair.draft(SAMPLING, chain(1)).layers)
+    draft_step = 0.02 * len(pair.draft.build(SAMPLING, chain(1)).layers)
     return Costs(1.0, draft_step + (0 if gamma == 10 else 0.3), 1.0, 0.0, 0.0, 0.0)
 
   return [[costs(pair, tree.depth) for tree in trees] for pair in pairs]
@@ -66,9 +66,9 @@ def test_best_layers_are_those_of_a_search_by_brute_force(tmp_path, monkeypatch,
   lengths = [output.lengths.tolist() for output in outputs]
   speedups = {}
   for layers in SUBSETS:
-    skipping = pair.with_draft(layer_skip(pair.loaded_target, layers))
+    skipping = pair.with_draft(layer_skip(pair.target, layers))
     of_text = measure_alpha(skipping, prompts, outputs, SAMPLING)
-    record = measured[skipping.draft_name]
+    record = measured[skipping.draft.name]
     for name in ("alpha", "alpha_low", "alpha_high"):
       right = pytest.approx(getattr(of_text, name), abs=1e-5)
       assert getattr(record.outputs, name) == right
@@ -96,7 +96,7 @@ def test_search_resumes_and_interpolates_costs(tmp_path, monkeypatch):
   timed = []
 
   def counted(pairs, *args):
-    timed.append([pair.draft_name for pair in pairs])
+    timed.append([pair.draft.name for pair in pairs])
     return layer_costs(pairs, *args)
 
   monkeypatch.setattr(module, "measure_costs", counted)
