@@ -5,13 +5,13 @@ from collections.abc import Sequence
 
 import jax
 from jax import Array
-from specdec_jax.pair import Pair
 
 from specdec_jax.core.counts import num_tokens, require_finite
 from specdec_jax.core.loading import DecodeSettings
 from specdec_jax.core.sampling import row_keys
 from specdec_jax.core.trees import chain
 from specdec_jax.core.types import DecodeResult
+from specdec_jax.pair import Pair
 
 
 def generate(

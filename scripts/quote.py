@@ -24,9 +24,8 @@ from collections.abc import Iterator
 
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))  # for `experiments`
 
-from specdec_jax.core.atomic_files import atomic_write
-
 from experiments.tables import named_table
+from specdec_jax.core.atomic_files import atomic_write
 from specdec_jax.measure.tables import render
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]

@@ -19,7 +19,6 @@ from specdec_jax.core.verify.tokens import TokenVerifier
 from specdec_jax.core.wrappers import WrappedModel
 from specdec_jax.drafts.model import ModelDraft
 from specdec_jax.errors import InputError
-from specdec_jax.generate import Pair
 from specdec_jax.models.t5 import T5Model
 from specdec_jax.serve.slots import Slots
 
@@ -155,7 +154,7 @@ def test_samples_of_one_source_share_its_keys_and_values():
 
 @pytest.mark.slow
 def test_generate_has_the_same_outputs_in_slots():
-  pair = Pair(*tiny_pair.pair(max_source_tokens=32))
+  pair = tiny_pair.pair(max_source_tokens=32)
   texts = [*tiny_pair.SENTENCES[:7], "", tiny_pair.SENTENCES[8]]
   settings = dict(temperature=1.0, gamma=2, max_new_tokens=12, logprobs=True, seed=3)
   settings |= dict(no_repeat_ngram_size=2)

@@ -10,7 +10,6 @@ import re
 
 import jax
 import pytest
-from specdec_jax.load import EMBEDDED, asset, load_pair
 from tiny import autoregressive_decode, speculative_decode
 
 from specdec_jax.core.counts import identical
@@ -18,6 +17,7 @@ from specdec_jax.core.sampling import Sampling, row_keys
 from specdec_jax.core.trees import chain
 from specdec_jax.core.verify.tokens import TokenVerifier
 from specdec_jax.data.text import read_lines
+from specdec_jax.load import EMBEDDED, asset, load_pair
 from specdec_jax.measure.alpha import measure_alpha
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
@@ -61,7 +61,9 @@ def test_greedy_output_equals_autoregressive_decoding(sentences, draft, batch_si
   for first in range(0, 24, batch_size):
     batch = sentences[first : first + batch_size]
     inputs = pair.prompt(batch, width=48), row_keys(0, first, batch_size)
-    expected = autoregressive_decode(pair.target.model, params[0], *inputs, sampling=GREEDY, **limit)
+    expected = autoregressive_decode(
+      pair.target.model, params[0], *inputs, sampling=GREEDY, **limit
+    )
     out = speculative_decode(
       pair.target.model, draft, *params, *inputs, verifier=TokenVerifier(GREEDY), **limit
     )

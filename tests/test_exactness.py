@@ -40,6 +40,7 @@ from specdec_jax.exactness.near_ties import (
 from specdec_jax.exactness.paths import plans_of, rounds_of_self_draft, shapes_of
 from specdec_jax.exactness.prefix_chi2 import Comparison, compare, cut_into_cells
 from specdec_jax.models.layers import RelativePositionBias
+from specdec_jax.models.simulated import SimulatedModel
 
 pytestmark = pytest.mark.slow
 
@@ -175,10 +176,10 @@ JUDGES = {
 def with_rule(verifier, change=lambda proposal: proposal, gamma=GAMMA):
   """Decode speculatively with this verifier and with a draft whose proposals are changed."""
   pair = tiny_pair.pair()
-  draft = pair.draft(verifier.sampling, chain(gamma))
+  draft = pair.draft.build(verifier.sampling, chain(gamma))
   draft = tiny.ChangedDraft(draft, lambda params, proposal: change(proposal))
-  params = pair.target_params, pair.draft_params
-  return functools.partial(speculative_decode, pair.target, draft, *params, verifier=verifier)
+  params = pair.target.params, pair.draft.params
+  return functools.partial(speculative_decode, pair.target.model, draft, *params, verifier=verifier)
 
 
 class Telling(tiny.ChangedDraft):
@@ -205,24 +206,28 @@ def of_any_judge(sampling):
   def judge(*args):
     return jax.lax.switch(told[0], [*JUDGES.values()], *args)
 
-  draft = Telling(tiny_pair.pair().draft(sampling, chain(GAMMA)), None)
+  draft = Telling(tiny_pair.pair().draft.build(sampling, chain(GAMMA)), None)
   return functools.partial(
-    speculative_decode, tiny_pair.pair().target, draft, verifier=JudgedBy(sampling, judge)
+    speculative_decode, tiny_pair.pair().target.model, draft, verifier=JudgedBy(sampling, judge)
   )
+
+
+def simulated(pair):
+  return tiny_pair.changed(pair, model=SimulatedModel(pair.target.model, 0.5))
 
 
 def with_target(change):
   """Return a pair whose target's `extend` is `change`, a function of (model, params, cache,
   *block)."""
   pair = tiny_pair.pair()
-  return pair._replace(target=tiny.ChangedModel(pair.target, change))
+  return tiny_pair.changed(pair, model=tiny.ChangedModel(pair.target.model, change))
 
 
 @pytest.mark.parametrize("fault", JUDGES)
 def test_verification_faults_are_detected(fault):
   sampling = SAMPLINGS["temperature 1"]
   pair = tiny_pair.pair()
-  params = pair.target_params, (pair.draft_params, [*JUDGES].index(fault))
+  params = pair.target.params, (pair.draft.params, [*JUDGES].index(fault))
   decode = functools.partial(of_any_judge(sampling), *params)
   joint = sampled(sampling=sampling, decode=decode)
   assert (joint.p_value > LEVEL) == (fault == "none"), (fault, joint)
@@ -230,7 +235,9 @@ def test_verification_faults_are_detected(fault):
 
 def test_dropped_bonus_token_is_detected():
   """The output is correct, so only the number of rounds shows it."""
-  pair = tiny_pair.pair()._replace(verifier=lambda sampling: JudgedBy(sampling, drops_bonus))
+  pair = dataclasses.replace(
+    tiny_pair.pair(), verifier=lambda sampling: JudgedBy(sampling, drops_bonus)
+  )
   rounds, fewest = rounds_of_self_draft(pair, TEXTS, chain(GAMMA), 4, 12)
   assert rounds > 1.2 * fewest
 
@@ -250,8 +257,8 @@ def test_random_numbers_shared_by_draft_and_verifier_are_detected():
       return Proposal(guesses.astype(jnp.int32), q), state
 
   pair, judge = tiny_pair.pair(), judge_with(accept=lambda u, q, p: left[0] * q < p)
-  draft = Leaving(pair.draft(sampling, chain(1)), None)
-  models = pair.target, draft, pair.target_params, pair.draft_params
+  draft = Leaving(pair.draft.build(sampling, chain(1)), None)
+  models = pair.target.model, draft, pair.target.params, pair.draft.params
   decode = functools.partial(speculative_decode, *models, verifier=JudgedBy(sampling, judge))
   assert sampled(sampling=sampling, decode=decode).p_value < LEVEL
 
@@ -274,7 +281,12 @@ def forgetful(proposal, temperature):
 
 def test_top_k_on_one_side_only_is_detected():
   pair, sampling = tiny_pair.pair(), SAMPLINGS["top-p"]
-  models = pair.target, pair.draft(sampling, chain(GAMMA)), pair.target_params, pair.draft_params
+  models = (
+    pair.target.model,
+    pair.draft.build(sampling, chain(GAMMA)),
+    pair.target.params,
+    pair.draft.params,
+  )
   plainly = TokenVerifier(Sampling(sampling.temperature))
   decode = functools.partial(speculative_decode, *models, verifier=plainly)
   joint = sampled(sampling=sampling, decode=decode)
@@ -317,7 +329,11 @@ class Backwards(tiny.ChangedModel):
 def off_tree(target):
   """Return the share of surplus rounds of the self-draft per path, and the texts that are not
   ties."""
-  pair, tree, texts = tiny_pair.pair()._replace(target=target), branching(3, 2, 1), SENTENCES[:16]
+  pair, tree, texts = (
+    tiny_pair.changed(tiny_pair.pair(), model=target),
+    branching(3, 2, 1),
+    SENTENCES[:16],
+  )
   rounds, fewest = rounds_of_self_draft(pair, texts, tree, 16, 24, by_paths=True)
   decoders = tiny_pair.pair().decode_fn(GREEDY, chain(0)), pair.decode_fn(GREEDY, tree)
   settings = DecodeSettings(GREEDY, 16, 24)
@@ -327,7 +343,7 @@ def off_tree(target):
 
 @pytest.mark.parametrize("fault", ["mask", "commit"])
 def test_tree_faults_are_detected_at_temperature_0(fault):
-  own = tiny_pair.pair().target
+  own = tiny_pair.pair().target.model
   changed = tiny.ChangedModel(own, sees_cousins)
   backwards = Backwards(own, lambda model, *block: model.extend(*block))
   too_many, faults = off_tree({"mask": changed, "commit": backwards}[fault])
@@ -365,7 +381,7 @@ def test_first_difference_is_located():
   other = plain.copy()
   other[2, 4:] = (plain[2, 4:] + 1) % 60
   (found,) = first_divergences(
-    *(pair.target, pair.target_params, prompt, plain, other, GAMMA + 1, Rounding(1e-3))
+    *(pair.target.model, pair.target.params, prompt, plain, other, GAMMA + 1, Rounding(1e-3))
   )
   assert (found.row, found.position, found.autoregressive, found.speculative) == (
     *(2, 4),
@@ -416,11 +432,16 @@ def test_wrong_position_of_node_3_is_not_rounding(monkeypatch):
 
 
 def test_rounding_bound_depends_on_the_dtype():
+  def share(pair, **changes):
+    model = pair.target.model
+    config = dataclasses.replace(model.config, **changes)
+    return share_of(tiny_pair.changed(pair, model=dataclasses.replace(model, config=config)))
+
   pair = tiny_pair.pair()
-  assert share_of(pair._replace(kernels="xla")) == 1e-3
-  assert share_of(pair._replace(kernels="xla", dtype="bfloat16")) == 0.03
-  assert share_of(pair._replace(kernels="skinny")) == 0
-  assert share_of(tiny_pair.gpt_pair()._replace(kernels="skinny")) == 1e-3
+  assert share(pair, kernels="xla") == 1e-3
+  assert share(pair, kernels="xla", dtype=jnp.bfloat16) == 0.03
+  assert share(pair, kernels="skinny") == 0
+  assert share(tiny_pair.gpt_pair(), kernels="skinny") == 1e-3
 
 
 # Paths.
@@ -516,7 +537,7 @@ def test_correct_pair_passes(capsys):
 
 
 def test_trees_are_checked_and_a_verifier_without_scored_rounds_is_named(capsys):
-  pair = tiny_pair.pair()._replace(verifier=BlockVerifier)
+  pair = dataclasses.replace(tiny_pair.pair(), verifier=BlockVerifier)
   check(pair=pair, gammas=(), trees=[(0, 0, 1)], num_texts=1)
   said = capsys.readouterr().out
   assert said.count("ok  ") == 4 and "4 of 4 checks hold" in said
@@ -539,7 +560,10 @@ def test_fault_is_printed_and_exits_with_status_1(capsys):
 
   forgets_top_k.__name__ = "TokenVerifier"  # the verifier by which its rounds are scored
   with pytest.raises(SystemExit) as ended:
-    check(pair=tiny_pair.pair()._replace(verifier=forgets_top_k), samplings=[Sampling(top_k=10)])
+    check(
+      pair=dataclasses.replace(tiny_pair.pair(), verifier=forgets_top_k),
+      samplings=[Sampling(top_k=10)],
+    )
   said = capsys.readouterr().out
   assert ended.value.code == 1
   assert "FAIL temperature 1 top-k 10, gamma 2, batch 4: 400 outputs, " in said
@@ -586,14 +610,17 @@ def test_samples_that_are_too_few_to_count_are_not_checked(capsys):
     ({"dynamic": [(1, 2)]}, "number of a tree's guesses is 0"),
     ({"trees": [()]}, "number of a tree's guesses is 0"),
     ({"trees": [(1,)]}, "level order"),
-    ({"pair": tiny_pair.pair()._replace(verifier=TypicalVerifier)}, "TypicalVerifier is lossy"),
+    (
+      {"pair": dataclasses.replace(tiny_pair.pair(), verifier=TypicalVerifier)},
+      "TypicalVerifier is lossy",
+    ),
     ({"level": 0.0}, "level is 0.0"),
     ({"samples_per_text": 0}, "samples_per_text is 0"),
     ({"batch_sizes": [0]}, "batch_size is 0"),
     ({"num_guesses": 0}, "num_guesses is 0"),
     ({"long_tokens": -1}, "long_tokens is -1"),
     ({"generation": GenerationConfig(top_k=9)}, "generation has top_k, which a command does not"),
-    ({"pair": tiny_pair.pair()._replace(simulated_alpha=0.5)}, "acceptance is simulated"),
+    ({"pair": simulated(tiny_pair.pair())}, "acceptance is simulated"),
   ],
 )
 def test_invalid_input_raises(changes, words):

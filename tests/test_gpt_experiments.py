@@ -68,7 +68,7 @@ def test_checker_detects_rows_that_attend_to_the_prompt_of_another_row(capsys):
   pair = tiny_pair.gpt_pair()
   target = tiny.ChangedModel(pair.target.model, mix_rows)
   with pytest.raises(SystemExit):
-    check(pair._replace(target=target), [RANDOM], [4])
+    check(tiny_pair.changed(pair, model=target), [RANDOM], [4])
   lines = capsys.readouterr().out.split("\n")
   results = {line[5:].split(":")[0]: line[:4] for line in lines if "batch 4" in line}
   assert results == {

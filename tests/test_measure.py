@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 import tiny
 import tiny_pair
-from specdec_jax.load import random_pair
 from tiny import autoregressive_decode
 
 from specdec_jax import theory
@@ -35,6 +34,7 @@ from specdec_jax.data.quality import quality
 from specdec_jax.drafts.model import ModelDraft
 from specdec_jax.drafts.prompt_lookup import PromptLookupDraft
 from specdec_jax.errors import InputError
+from specdec_jax.load import random_pair
 from specdec_jax.measure import costs as costing
 from specdec_jax.measure import records
 from specdec_jax.measure import speed as speeds
@@ -408,9 +408,10 @@ def pair_of(target_layers, draft_layers, kernels="xla"):
     params = params if kernels == "xla" else tiny.packed(params)
     models += [T5Model(dataclasses.replace(cfg, kernels=kernels)), params]
   target, target_params, model, draft_params = models
-  return tiny_pair.pair()._replace(
-    target=target,
-    target_params=target_params,
+  return tiny_pair.changed(
+    tiny_pair.pair(),
+    model=target,
+    params=target_params,
     draft=functools.partial(ModelDraft, model),
     draft_params=draft_params,
   )
@@ -434,7 +435,9 @@ def test_operations_equal_those_counted_by_hand(kernels):
 
 
 def test_draft_by_lookup_has_no_matmuls():
-  pair = pair_of(4, 1)._replace(draft=lambda sampling, tree: PromptLookupDraft(512, tree, 3))
+  pair = tiny_pair.changed(
+    pair_of(4, 1), draft=lambda sampling, tree: PromptLookupDraft(512, tree, 3)
+  )
   assert operations_ratio(pair, PROMPT, RANDOM) == 0
 
 

@@ -15,7 +15,6 @@ import tiny
 import tiny_pair
 from flax import serialization
 from sentencepiece import sentencepiece_model_pb2
-from specdec_jax.load import load_pair, random_pair
 from test_checkpoints_formats import write_hf
 from tiny import speculative_decode
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
@@ -34,6 +33,7 @@ from specdec_jax.data.vocabularies import (
 )
 from specdec_jax.drafts.uniform import uniform
 from specdec_jax.errors import InputError
+from specdec_jax.load import load_pair, random_pair
 from specdec_jax.measure.records import settings_to_measure
 from specdec_jax.models import sizes
 from specdec_jax.models.families import for_decoding, init_params
@@ -150,7 +150,7 @@ def test_checkpoints_of_t5x_and_orbax(tmp_path, path):
       checkpointer.save(tmp_path / path, {"params": params})
   for role in ("target", "draft"):
     pair = load(**{role: path}, folder=tmp_path, kernels="xla")
-    assert getattr(pair, f"{role}_name") == "t5_tiny"
+    assert getattr(pair, role).name == "t5_tiny"
     config = dataclasses.replace(rows, vocab_size=72, padded_vocab_size=128)
     want = for_decoding(config, params)[1]
     jax.tree.map(np.testing.assert_array_equal, getattr(pair, f"{role}_params"), want)
@@ -439,7 +439,12 @@ def test_random_pair_has_the_published_sizes_and_the_given_alpha(version, dtype)
   sampling, sources = Sampling(temperature=0.0), tiny_pair.SENTENCES[:8]
   keys = jax.random.split(jax.random.key(0), len(sources))
   decoded = speculative_decode(
-    *(pair.target.model, pair.draft.build(sampling, chain(1)), pair.target.params, pair.draft.params),
+    *(
+      pair.target.model,
+      pair.draft.build(sampling, chain(1)),
+      pair.target.params,
+      pair.draft.params,
+    ),
     *(pair.prompt(sources), keys),
     max_new_tokens=64,
     verifier=TokenVerifier(sampling),

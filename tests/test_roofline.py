@@ -9,12 +9,12 @@ import pytest
 import tiny
 import tiny_pair
 from jax import lax
-from specdec_jax.load import load_pair
 from test_record_tables import RECORD
 from test_report import parsed
 
 from specdec_jax.core.sampling import Sampling
 from specdec_jax.drafts.prompt_lookup import PromptLookupDraft
+from specdec_jax.load import load_pair
 from specdec_jax.measure import roofline
 from specdec_jax.measure.roofline import memory_bandwidth, read_bytes, step_bytes
 from specdec_jax.measure.tables import ROOFLINE, legend, records_table, render

@@ -14,7 +14,6 @@ import tiny
 import tiny_pair
 from jax.experimental.compilation_cache import compilation_cache
 from scipy import special
-from specdec_jax.load import load_pair
 
 from experiments.tables import named_table
 from specdec_jax.checkpoints.folder import load_model, save_model
@@ -24,6 +23,7 @@ from specdec_jax.core.trees import chain
 from specdec_jax.data.vocabularies import open_vocabulary
 from specdec_jax.data.vocabulary import padded
 from specdec_jax.errors import InputError
+from specdec_jax.load import load_pair
 from specdec_jax.measure.tables import MISSING
 from specdec_jax.models.families import model_of, module_of
 from specdec_jax.models.t5 import T5

@@ -38,13 +38,13 @@ LIMIT = 12  # tokens of a translation
 def arguments(**macros):
   """Return the command line with the tiny pair; lower-case keys name its parts."""
   settings = {
-    "pairs.load_pair.max_source_tokens": LONGEST,
+    "load.load_pair.max_source_tokens": LONGEST,
     "translate.translate.max_new_tokens": LIMIT,
     "GAMMA": 3,
   }
   parts = dict(target="target", draft="near", vocabulary="vocabulary.model")
   for part, name in parts.items():
-    settings[f"pairs.load_pair.{part}"] = str(tiny_pair.folder() / macros.pop(part, name))
+    settings[f"load.load_pair.{part}"] = str(tiny_pair.folder() / macros.pop(part, name))
   flags = [f"--gin.{name}={value!r}" for name, value in {**settings, **macros}.items()]
   return ["--gin_file=gin/runs/translate.gin", *flags]
 
@@ -84,8 +84,8 @@ def targets_own(lines):
   texts = []
   for line in lines:
     decoded = autoregressive_decode(
-      pair.target,
-      pair.target_params,
+      pair.target.model,
+      pair.target.params,
       pair.prompt([line]),
       row_keys(0, 0, 1),
       max_new_tokens=LIMIT,
@@ -169,7 +169,7 @@ def test_translation_that_reaches_the_limit_is_reported(run):
     keys = row_keys(0, 0, 1)
     common = dict(max_new_tokens=LIMIT, sampling=Sampling(0.0))
     plain = autoregressive_decode(
-      pair.target, pair.target_params, pair.prompt([line]), keys, **common
+      pair.target.model, pair.target.params, pair.prompt([line]), keys, **common
     )
     unfinished += [number] * (EOS_ID not in np.asarray(plain.tokens))
   first, *others = unfinished
@@ -491,7 +491,7 @@ def test_forced_token_starts_each_output(run):
     ({"draft": "gone"}, "no model in"),
     ({"vocabulary": "gone"}, "no vocabulary at"),
     ({"draft": "small"}, "vocabulary of 60 tokens"),
-    ({"pairs.load_pair.dtype": "float64"}, "dtype is 'float64'"),
+    ({"load.load_pair.dtype": "float64"}, "dtype is 'float64'"),
     ({"OUTPUT": "nosuch/out.txt"}, "nosuch/out.txt"),
     ({"OUTPUT": "in.txt/out.txt"}, "in.txt/out.txt"),
     ({"OUTPUT": ""}, "No such file or directory: ''"),

@@ -1,5 +1,6 @@
 """Test trees of guesses: their shapes, the best tree, and the acceptance of their nodes."""
 
+import dataclasses
 import functools
 import itertools
 from unittest import mock
@@ -216,9 +217,10 @@ def small_pair():
   """Return a pair of random models with a vocabulary of 12 tokens."""
   target = tiny.config(vocab_size=12, layers=1)
   draft = tiny.config(vocab_size=12, layers=1, emb_dim=8)
-  return tiny_pair.pair()._replace(
-    target=T5Model(target),
-    target_params=tiny_pair.random_params(target, 0),
+  return tiny_pair.changed(
+    tiny_pair.pair(),
+    model=T5Model(target),
+    params=tiny_pair.random_params(target, 0),
     draft=functools.partial(ModelDraft, T5Model(draft)),
     draft_params=tiny_pair.random_params(draft, 3),
   )

@@ -13,7 +13,6 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 from jaxtyping import Int
-from specdec_jax.pair import Pair
 
 from specdec_jax.beams import BeamResult, BeamSearcher
 from specdec_jax.core.counts import require_finite
@@ -32,6 +31,7 @@ from specdec_jax.measure.tables import (
   models_text,
   records_table,
 )
+from specdec_jax.pair import Pair
 
 BEAMS = (
   Column("beams", lambda r: r.settings.beams or 1),

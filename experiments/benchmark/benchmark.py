@@ -18,9 +18,8 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
-from specdec_jax.core.atomic_files import atomic_write
-from specdec_jax.pair import Pair
 
+from specdec_jax.core.atomic_files import atomic_write
 from specdec_jax.core.loading import DecodeSettings
 from specdec_jax.core.sampling import Sampling, row_keys
 from specdec_jax.core.trees import chain
@@ -32,6 +31,7 @@ from specdec_jax.measure.costs import (
   round_costs,
 )
 from specdec_jax.measure.records import settings_to_measure
+from specdec_jax.pair import Pair
 
 GAMMA = 7
 LIMIT = 64  # maximum number of tokens per text

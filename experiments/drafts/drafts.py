@@ -1,8 +1,7 @@
 """Comparison of drafts of one target: acceptance, costs and speed."""
 
+import dataclasses
 from collections.abc import Callable, Sequence
-
-from specdec_jax.pair import Pair
 
 from specdec_jax.core.loading import DecodeSettings
 from specdec_jax.core.sampling import Sampling
@@ -27,6 +26,7 @@ from specdec_jax.measure.tables import (
   measured_with,
   models_text,
 )
+from specdec_jax.pair import Pair
 
 DRAFTS_LEGEND = {
   "alpha": "acceptance rate of the first draft token (in a tree: of the first child) at every "
@@ -86,7 +86,9 @@ def compare_drafts(
   ]
   sampled = [each for each in settings if each.sampling.temperature > 0]
   measurements = [(pair, settings)]
-  measurements += [(dataclasses.replace(pair, verifier=verifier), sampled) for verifier in verifiers if sampled]
+  measurements += [
+    (dataclasses.replace(pair, verifier=verifier), sampled) for verifier in verifiers if sampled
+  ]
   measurements += [(pair.with_draft(draft(pair.target)), settings) for draft in drafts]
   measurements += [
     (pair.with_draft(draft(pair.target))._replace(verifier=verifier), settings)

@@ -14,7 +14,6 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from specdec_jax.pair import Pair
 
 from experiments.gamma.adaptive import AdaptiveDecoder, ScheduledDecoder
 from experiments.gamma.oracles import acceptances, oracles
@@ -39,6 +38,7 @@ from specdec_jax.measure.tables import (
   Table,
   records_table,
 )
+from specdec_jax.pair import Pair
 
 COLUMNS = (
   TEMPERATURE,

@@ -9,7 +9,6 @@ from collections.abc import Sequence
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
-from specdec_jax.pair import Pair
 
 from specdec_jax.core.arrays import gather_token
 from specdec_jax.core.sampling import Sampling, distribution
@@ -17,6 +16,7 @@ from specdec_jax.core.trees import chain
 from specdec_jax.core.types import DecodeResult
 from specdec_jax.measure.alpha import draft_probs, teacher_forced_logits
 from specdec_jax.measure.calibrate import Calibration
+from specdec_jax.pair import Pair
 
 
 def acceptances(

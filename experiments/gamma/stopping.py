@@ -9,20 +9,18 @@ from collections.abc import Sequence
 
 import numpy as np
 from jax import Array
-from specdec_jax.pair import Pair
 
 from specdec_jax.core.sampling import Sampling
 from specdec_jax.core.trees import chain
 from specdec_jax.core.types import DecodeResult
 from specdec_jax.measure.alpha import draft_probs
 from specdec_jax.measure.calibrate import Calibration
+from specdec_jax.pair import Pair
 
 ENTROPY_FACTOR = 0.2  # the value of AdaEDL (Agrawal et al., 2024)
 
 
-def certainties(
-  pair: Pair, prompt: Array, decoded: DecodeResult
-) -> dict[str, list[np.ndarray]]:
+def certainties(pair: Pair, prompt: Array, decoded: DecodeResult) -> dict[str, list[np.ndarray]]:
   """Return the confidence scores of a draft by name, each as one array [T] per text.
 
   The scores are the largest probability of q, and AdaEDL's lower bound on acceptance,

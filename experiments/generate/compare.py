@@ -21,13 +21,13 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
-from specdec_jax.load import EMBEDDED
 
 import specdec_jax
 from experiments.peers.huggingface import load_model
 from experiments.tables import measured_on
 from specdec_jax.checkpoints.huggingface import save_huggingface
 from specdec_jax.checkpoints.load import open_checkpoint
+from specdec_jax.load import EMBEDDED
 from specdec_jax.measure.machine import provenance
 from specdec_jax.measure.tables import Table
 

@@ -20,7 +20,6 @@ import optax
 from jax import Array
 from jaxtyping import Float, Int, Key
 from rich.console import Console
-from specdec_jax.pair import Pair
 
 from specdec_jax.core.counts import num_rounds, num_tokens
 from specdec_jax.core.decode import Decoder
@@ -39,6 +38,7 @@ from specdec_jax.measure.progress import Progress
 from specdec_jax.measure.records import Record, settings_to_measure
 from specdec_jax.measure.tables import LENGTH, MISSING, Table, render
 from specdec_jax.models.families import module_of
+from specdec_jax.pair import Pair
 
 Decode = Callable[[Int[Array, "1 P"], Key[Array, " 1"]], DecodeResult]
 

@@ -17,7 +17,6 @@ import jax
 import numpy as np
 from jax import Array
 from jaxtyping import Float, Int
-from specdec_jax.pair import Pair
 
 from experiments.table3.acceptance import ALPHA_OF_TEXT
 from specdec_jax.core.counts import require_finite
@@ -57,6 +56,7 @@ from specdec_jax.measure.tables import (
   sampling_text,
 )
 from specdec_jax.models.families import model_of
+from specdec_jax.pair import Pair
 
 LAYERS = (Column("draft", "models.draft"), ALPHA_OF_TEXT, C, V, GAMMA, PREDICTED)
 

@@ -15,7 +15,6 @@ import jax.numpy as jnp
 import numpy as np
 from flax import struct
 from jax import Array
-from specdec_jax.pair import Pair
 
 from specdec_jax import theory
 from specdec_jax.core.arrays import gather
@@ -31,6 +30,7 @@ from specdec_jax.measure.records import Record, settings_to_measure
 from specdec_jax.measure.sweep import Report, Step, sweep
 from specdec_jax.measure.tables import MISSING, Table, models_text
 from specdec_jax.models.t5 import EOS_ID
+from specdec_jax.pair import Pair
 
 GIVEN_OUTPUTS_LEGEND = {
   "alpha": "mean of q at the target's own token, with its 95% interval (bootstrap over texts)",
@@ -190,7 +190,7 @@ def _measure(
   draft = pair.draft.build(ARGMAX, chain(1))
   betas = []  # p is a one-hot, so sum min(p, q) is q of its token
   for prompt, text, tokens in zip(prompts, texts, output_ids):
-    q = np.asarray(draft_probs(pair._replace(target_params=text), draft, prompt, text)[0])
+    q = np.asarray(draft_probs(pair.with_target(params=text), draft, prompt, text)[0])
     betas.append(q[np.arange(len(tokens)), tokens])
   alpha = mean_with_interval(betas)
   for number, setting in enumerate(settings):

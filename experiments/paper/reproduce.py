@@ -13,8 +13,6 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, cast
 
 import jax
-from specdec_jax.load import EMBEDDED, asset, checkpoint_draft, load_pair, random_pair
-from specdec_jax.pair import Pair
 
 from experiments.figures import figures
 from experiments.paper.paper import load_table
@@ -28,6 +26,7 @@ from specdec_jax.drafts.heads import AnyConfig
 from specdec_jax.drafts.ngram import bigram, unigram
 from specdec_jax.drafts.uniform import uniform
 from specdec_jax.errors import InputError
+from specdec_jax.load import EMBEDDED, asset, checkpoint_draft, load_pair, random_pair
 from specdec_jax.measure.records import Record, read, results_path
 from specdec_jax.measure.roofline import memory_bandwidth
 from specdec_jax.measure.speed import Baseline, own_baseline, speed_steps
@@ -35,6 +34,7 @@ from specdec_jax.measure.sweep import measure_missing, show
 from specdec_jax.measure.tables import MISSING, Table, number_text
 from specdec_jax.models.families import init_params
 from specdec_jax.models.sizes import named_config
+from specdec_jax.pair import Pair
 
 TABLES = {"table2": 2, "table3": 3, "table4": 4, "table5": 5}
 FIGURES = ("figure1", "figure2", "figure3", "figure4", "figure5")

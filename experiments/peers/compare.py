@@ -16,7 +16,6 @@ import jax
 import numpy as np
 from rich.console import Console
 from rich.text import Text
-from specdec_jax.pair import Pair
 
 from experiments.peers.comparison import OWN_BASELINE, Backend, Comparison, Decode, best_of_beams
 from experiments.peers.worker import Process, after_idle, in_subprocess
@@ -39,6 +38,7 @@ from specdec_jax.measure.costs import interleaved_seconds, ratio_range
 from specdec_jax.measure.records import Record, settings_to_measure
 from specdec_jax.measure.sweep import Report, Step, measure_missing
 from specdec_jax.measure.tables import IDENTICAL, MISSING, Table, render
+from specdec_jax.pair import Pair
 
 PEERS_LEGEND = {
   "tokens/s": "total tokens / total seconds, prefill included, medians of interleaved repeats",
@@ -249,9 +249,7 @@ def _baseline_key(setting: Record) -> _DecoderKey:
   return _target(setting) if own else None, setting.settings.baseline
 
 
-def _speculative(
-  comparison: Comparison, pair: Pair, sampling: Sampling, gamma: int
-) -> Decode:
+def _speculative(comparison: Comparison, pair: Pair, sampling: Sampling, gamma: int) -> Decode:
   """Return a function for speculative decoding, or speculative beam search if there are beams."""
   beams, draft_beams = comparison.workload.beams, comparison.workload.draft_beams
   if beams:

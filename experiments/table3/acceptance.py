@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterator, Sequence
 import jax
 import numpy as np
 from jax import Array
-from specdec_jax.pair import Pair
 
 from experiments.autoregressive import generate
 from specdec_jax.core.counts import (
@@ -34,6 +33,7 @@ from specdec_jax.measure.tables import (
   sampling_text,
   with_interval,
 )
+from specdec_jax.pair import Pair
 
 REJECTION = Column(
   "A.2",

@@ -6,7 +6,6 @@ from collections.abc import Iterable, Sequence
 
 import numpy as np
 from rich.console import Console
-from specdec_jax.pair import Pair
 
 from specdec_jax.commands.translate import decode_lines
 from specdec_jax.core.counts import acceptance_rate, num_rounds, num_tokens
@@ -29,6 +28,7 @@ from specdec_jax.measure.tables import (
   records_table,
   render,
 )
+from specdec_jax.pair import Pair
 
 
 def measure_throughput(

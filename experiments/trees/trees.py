@@ -4,6 +4,7 @@ Records of chains and static trees also have the speedup that is predicted from 
 (Section 3.5).
 """
 
+import dataclasses
 import functools
 import itertools
 import time
@@ -13,7 +14,6 @@ from typing import Any
 import jax
 import numpy as np
 from jax import Array
-from specdec_jax.pair import Pair
 
 from experiments.autoregressive import generate
 from specdec_jax.commands.quickstart import show_examples
@@ -43,6 +43,7 @@ from specdec_jax.measure.tables import (
   sampling_text,
   with_interval,
 )
+from specdec_jax.pair import Pair
 from specdec_jax.theory import best_tree
 
 # Columns of `lengths_table` before and after "over chain".

@@ -40,7 +40,7 @@ from specdec_jax.exactness.paths import rounds_of_self_draft
 from specdec_jax.exactness.prefix_chi2 import Comparison
 from specdec_jax.exactness.round_scores import positions, recorded, score_rounds
 from specdec_jax.measure.progress import Progress
-from specdec_jax.pairs import LoadedPair, verifier_name
+from specdec_jax.pair import Pair
 
 ROUND_TOKENS = 24  # limit of outputs whose rounds are tested; a batch waits for its longest output
 ENDLESS = -1  # an EOS id that no token has, so that texts do not end
@@ -71,7 +71,7 @@ class Setting(NamedTuple):
 
 
 def check_exactness(
-  pair: LoadedPair,
+  pair: Pair,
   texts: Sequence[str],
   samplings: Sequence[Sampling],
   gammas: Sequence[int] = (3, 7),
@@ -111,7 +111,7 @@ def check_exactness(
   are used for smaller batches and for the target as its own draft.
 
   Args:
-    pair: target and draft; see `pairs.load_pair`.
+    pair: target and draft; see `load.load_pair`.
     texts: sources.
     samplings: sampling methods to check.
     gammas: gamma of each chain.
@@ -148,8 +148,8 @@ def check_exactness(
     )
   if not all(pair.verifier(sampling).exact for sampling in samplings):
     raise InputError(
-      f"{verifier_name(pair.verifier)} is lossy here: its output is not the target's own, so there "
-      "is nothing to check; give an exact verifier as pairs.load_pair.verifier."
+      f"{pair.verifier_name} is lossy here: its output is not the target's own, so there "
+      "is nothing to check; give an exact verifier as load.load_pair.verifier."
     )
   counts = dict(num_texts=num_texts, samples_per_text=samples_per_text, num_tokens=num_tokens)
   counts |= dict(max_new_tokens=max_new_tokens, num_guesses=num_guesses)
@@ -177,7 +177,7 @@ def check_exactness(
     samples += [Setting(sampling, tree, check.batch_size) for tree in (chain(0), *shapes[1:])]
     samples += [Setting(sampling, shapes[0], size) for size in smaller]
   # The exact distributions in rounds are known only if draft tokens are verified one by one.
-  by_tokens = verifier_name(pair.verifier) == TokenVerifier.__name__
+  by_tokens = pair.verifier_name == TokenVerifier.__name__
   rounds: list[Setting] = []
   if by_tokens and fixed:
     rounds = [Setting(sampling, fixed[0], 32) for sampling in sampled]
@@ -217,7 +217,7 @@ def check_exactness(
     for setting in bar.track(samples, description="checking samples"):
       say(*check.samples(setting, num_texts, samples_per_text, num_tokens, seed, setting_level))
   if sampled and (changing or not rounds):
-    unscored = "dynamic trees" if by_tokens else verifier_name(pair.verifier)
+    unscored = "dynamic trees" if by_tokens else pair.verifier_name
     console.print(f"For {unscored}, outputs were checked, but not rounds.")
   where = f"{pair.dtype} on {jax.devices()[0].platform}"
   console.print(f"{sum(passed)} of {len(passed)} checks hold, in {where}.")
@@ -233,7 +233,7 @@ class _Check:
 
   def __init__(
     self,
-    pair: LoadedPair,
+    pair: Pair,
     texts: Sequence[str],
     shapes: Sequence[AnyTree],
     batch_size: int,
@@ -243,7 +243,7 @@ class _Check:
   ):
     self.pair, self.texts, self.shapes, self.batch_size = pair, texts, shapes, batch_size
     self.max_new_tokens, self.processors = max_new_tokens, processors
-    most = getattr(getattr(pair.target, "config", None), "num_positions", None)
+    most = getattr(getattr(pair.target.model, "config", None), "num_positions", None)
     if most:
       slots = pair.prompt(texts).shape[1] + max(shape.num_nodes for shape in shapes)
       long_tokens = min(long_tokens, most - slots)
@@ -495,7 +495,7 @@ def _acceptance_power(guesses: RoundScores, level: float, max_weight: float) -> 
   return f"a bias of {bias:.2%} in acceptance would be detected 9 times in 10"
 
 
-def _of_divergence(pair: LoadedPair, text: int, d: Divergence) -> str:
+def _of_divergence(pair: Pair, text: int, d: Divergence) -> str:
   expected, got = pair.vocabulary.pieces([d.autoregressive, d.speculative])
   conclusion = "a tie" if d.is_tie else "a FAULT"
   return (

@@ -18,9 +18,9 @@ from specdec_jax.data.vocabulary import PAD_ID, ModelTokens, Vocabulary
 from specdec_jax.data.word_pieces import train_word_pieces
 from specdec_jax.drafts.heads import SpeculatorConfig
 from specdec_jax.errors import InputError, require_count
+from specdec_jax.load import model_tokens
 from specdec_jax.models.families import Config, model_of, module_of
 from specdec_jax.models.partitioning import make_mesh, param_shardings
-from specdec_jax.pairs.load import model_tokens
 from specdec_jax.train.distillation import residual_labels
 from specdec_jax.train.distillation_data import (
   TrainingTexts,
@@ -80,7 +80,7 @@ def train_target(
     vocabulary: vocabulary file.
     output: folder for the trained model, in bfloat16.
     work_dir: folder for checkpoints and metrics of this run.
-    start: checkpoint with the same configuration, in any format that `pairs.load_pair` reads.
+    start: checkpoint with the same configuration, in any format that `load.load_pair` reads.
       Training starts from its parameters. None to start from random parameters.
     max_source_tokens: number of tokens to which longer sources are truncated, EOS included. None to
       leave out pairs that are too long (`batches.epoch_batches`).
@@ -179,7 +179,7 @@ def train_draft(
     config: configuration of the draft, including the dropout rate for training.
     settings: number of epochs, learning rate, sharding and other settings of training.
     vocabulary: vocabulary file of both models.
-    target: checkpoint of the target, in any format that `pairs.load_pair` reads.
+    target: checkpoint of the target, in any format that `load.load_pair` reads.
     output: folder for the trained draft, in bfloat16.
     work_dir: folder for checkpoints and metrics of this run.
     samples: number of outputs sampled at temperature 1 for each source.
@@ -197,7 +197,7 @@ def train_draft(
     distillation_data: path of the file of texts with the target's distributions. It is created if
       it does not exist. By default `distillation_data.npz` in `work_dir`. None with `on_policy`.
     after: folder of another draft, whose tokens are tried first in a tree of both drafts
-      (`pairs.forest_draft`). The draft is then trained where that draft is rejected
+      (`composed.forest_draft`). The draft is then trained where that draft is rejected
       (`distillation.residual_labels`).
 
   Raises:
@@ -272,7 +272,7 @@ def train_speculator(
     config: function from the configuration of the target to the configuration of the head.
     settings: number of epochs, learning rate, sharding and other settings of training.
     vocabulary: vocabulary file of both models.
-    target: checkpoint of the target, in any format that `pairs.load_pair` reads.
+    target: checkpoint of the target, in any format that `load.load_pair` reads.
     output: folder for the trained head, in bfloat16.
     work_dir: folder for checkpoints and metrics of this run.
     distillation_data: path of the file of texts with the target's distributions. It is created if
@@ -285,7 +285,7 @@ def train_speculator(
     start: folder of a model of the head's width, such as a draft of the pair. Training starts from
       the parameters of this model that fit the head (`train.speculators.warm_start`). None to
       start from random parameters.
-    extra_ids: see `pairs.load_pair`.
+    extra_ids: see `load.load_pair`.
 
   Raises:
     InputError: `stride` is less than 1, or the model in `start` does not fit the head.

@@ -19,14 +19,14 @@ from specdec_jax.exactness.near_ties import Divergence, Rounding, first_divergen
 from specdec_jax.exactness.paths import batches
 from specdec_jax.exactness.prefix_chi2 import Comparison, compare, cut_into_cells
 from specdec_jax.exactness.processed import processed
-from specdec_jax.pairs import LoadedPair
+from specdec_jax.pair import Pair
 
 Decode = Callable[..., DecodeResult]  # function of (prompt [B, P], keys [B], *, max_new_tokens)
 Cells = dict[tuple[int, ...], float]
 
 
 def compare_argmax(
-  pair: LoadedPair,
+  pair: Pair,
   texts: Sequence[str],
   autoregressive: Decode,
   speculative: Decode,
@@ -59,14 +59,14 @@ def compare_argmax(
       for decode in (speculative, autoregressive)
     )
     of_batch = first_divergences(
-      pair.target, pair.target_params, prompt, expected, tokens, block, rounding, processors
+      pair.target.model, pair.target.params, prompt, expected, tokens, block, rounding, processors
     )
     divergences += [(rows[d.row] + 1, d) for d in of_batch if d.row < count]
   return divergences
 
 
 def cells_of(
-  pair: LoadedPair,
+  pair: Pair,
   texts: Sequence[str],
   sampling: Sampling,
   samples_per_text: int,
@@ -99,7 +99,7 @@ def cells_of(
 
 
 def compare_samples(
-  pair: LoadedPair,
+  pair: Pair,
   texts: Sequence[str],
   decode: Decode,
   settings: DecodeSettings,
@@ -143,7 +143,7 @@ def compare_samples(
 
 
 def _exact_probs(
-  pair: LoadedPair,
+  pair: Pair,
   source: Array,
   sampling: Sampling,
   texts: Sequence[Sequence[int]],
@@ -154,7 +154,7 @@ def _exact_probs(
   rows = -(-len(texts) // 32) * 32  # few shapes, so few programs
   tokens = np.full((rows, len(texts[0])), pair.vocabulary.eos_id, np.int32)
   tokens[: len(texts)] = texts
-  exact = functools.partial(_probs, pair.target, sampling, pair.target_params, source)
+  exact = functools.partial(_probs, pair.target.model, sampling, pair.target.params, source)
   parts = np.split(tokens, rows // 32)
   return np.concatenate([exact(part, limit, processors) for part in parts])[: len(texts)]
 

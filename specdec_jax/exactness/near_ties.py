@@ -14,7 +14,7 @@ from specdec_jax.core.trees import AnyTree
 from specdec_jax.core.types import Model
 from specdec_jax.exactness.paths import plans_of
 from specdec_jax.exactness.processed import processed
-from specdec_jax.pairs import LoadedPair
+from specdec_jax.pair import Pair
 
 SHARES = {"float32": 1e-3, "bfloat16": 0.03}  # fractions of the range of a token's logits
 
@@ -61,20 +61,20 @@ class Divergence(NamedTuple):
     return self.gap <= 2 * self.rounding
 
 
-def share_of(pair: LoadedPair) -> float:
+def share_of(pair: Pair) -> float:
   """Return a bound on rounding differences of the target's logits, as a fraction of their range.
 
   The bound is 0 for a T5 that runs with `kernels.skinny`. These kernels compute the same bits for a
   token in any block.
   """
-  has_encoder = getattr(getattr(pair.target, "config", None), "has_encoder", False)
+  has_encoder = getattr(getattr(pair.target.model, "config", None), "has_encoder", False)
   if pair.kernels.startswith("skinny") and has_encoder:
     return 0.0
   return SHARES[pair.dtype]
 
 
 def node_moves(
-  pair: LoadedPair, prompt: Array, text: np.ndarray, lengths: np.ndarray, tree: AnyTree
+  pair: Pair, prompt: Array, text: np.ndarray, lengths: np.ndarray, tree: AnyTree
 ) -> tuple[float, float]:
   """Measure how much logits differ between a verification pass and passes over single tokens.
 
@@ -104,7 +104,7 @@ def node_moves(
     start = (lengths * ((rows + number * batch / 3) % batch) / batch).astype(int)
     following = np.take_along_axis(padded, start[:, None] + np.arange(tree.depth), axis=1)
     block = _Block(start, following, plan, plans.paths[plan])
-    moves, ranges = _node_moves(pair.target, tree, pair.target_params, prompt, padded, block)
+    moves, ranges = _node_moves(pair.target.model, tree, pair.target.params, prompt, padded, block)
     largest = max(largest, float(moves.max()))
     largest_share = max(largest_share, float((moves / ranges).max()))
   return largest, largest_share

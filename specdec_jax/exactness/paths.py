@@ -17,9 +17,9 @@ from specdec_jax.core.arrays import gather
 from specdec_jax.core.processors import Processors
 from specdec_jax.core.sampling import Sampling, row_keys
 from specdec_jax.core.trees import AnyTree, DynamicTree, Tree, chain
-from specdec_jax.core.types import Context, Outcome, Proposal
+from specdec_jax.core.types import Context, DraftSpec, Outcome, Proposal
 from specdec_jax.drafts.model import ModelDraft
-from specdec_jax.pairs import LoadedPair
+from specdec_jax.pair import Pair
 
 
 class Plans(NamedTuple):
@@ -129,7 +129,7 @@ class PathDraft(ModelDraft):
 
 
 def rounds_of_self_draft(
-  pair: LoadedPair,
+  pair: Pair,
   texts: Sequence[str],
   tree: AnyTree,
   batch_size: int,
@@ -148,8 +148,8 @@ def rounds_of_self_draft(
   Returns:
     The number of rounds, and the smallest possible number of rounds, summed over all texts.
   """
-  draft = functools.partial(PathDraft if by_paths else ModelDraft, pair.target)
-  self_pair = pair._replace(draft=draft, draft_params=pair.target_params)
+  build = functools.partial(PathDraft if by_paths else ModelDraft, pair.target.model)
+  self_pair = pair.with_draft(DraftSpec(pair.target.name, build, pair.target.params))
   decode = self_pair.decode_fn(Sampling(temperature=0.0), tree, processors=processors)
   if by_paths:
     lengths = plans_of(tree).lengths
@@ -172,7 +172,7 @@ def rounds_of_self_draft(
 
 
 def batches(
-  pair: LoadedPair, texts: Sequence[str], batch_size: int
+  pair: Pair, texts: Sequence[str], batch_size: int
 ) -> Iterator[tuple[np.ndarray, Array, int]]:
   """Yield the prompts of texts, batch by batch.
 

@@ -168,7 +168,9 @@ def operations_ratio(pair: Pair, prompt: Array, sampling: Sampling) -> float:
     return operations(draft.propose, params.draft, state.draft_state, state.context, rng)
 
   block = jax.ShapeDtypeStruct((len(prompt), 1), jnp.int32)
-  step = operations(pair.target.model.extend, params.target, before(NullDraft()).target_cache, block)
+  step = operations(
+    pair.target.model.extend, params.target, before(NullDraft()).target_cache, block
+  )
   return (propose(2) - propose(1)) / step
 
 

@@ -59,7 +59,9 @@ def own_baseline(pair: Pair) -> Baseline:
   """Return a baseline that decodes autoregressively with this package."""
 
   def decode(prompt: Array, rng: Array, *, max_new_tokens: int, sampling: Sampling) -> DecodeResult:
-    decoder = Decoder(pair.target.model, NullDraft(), TokenVerifier(sampling), pair.vocabulary.eos_id)
+    decoder = Decoder(
+      pair.target.model, NullDraft(), TokenVerifier(sampling), pair.vocabulary.eos_id
+    )
     params = Params(pair.target.params)
     return decoder.run(params, prompt, rng, max_new_tokens=max_new_tokens)
 

@@ -21,7 +21,7 @@ from specdec_jax.core.loading import DecodeSettings
 from specdec_jax.core.trees import Tree
 from specdec_jax.data.text import iter_sources
 from specdec_jax.errors import InputError
-from specdec_jax.pairs import LoadedPair
+from specdec_jax.pair import Pair
 
 
 class TextBlock(NamedTuple):
@@ -50,7 +50,7 @@ class SpeculativeModelHandler(ModelHandler[TextBlock, list[dict], DecodeFn]):
   The counters `texts`, `tokens`, `rounds`, `guesses` and `accepted` have the namespace 'specdec'.
   """
 
-  def __init__(self, load_pair: Callable[[], LoadedPair], tree: Tree, settings: DecodeSettings):
+  def __init__(self, load_pair: Callable[[], Pair], tree: Tree, settings: DecodeSettings):
     """Initialize the handler.
 
     Args:
@@ -77,9 +77,7 @@ class SpeculativeModelHandler(ModelHandler[TextBlock, list[dict], DecodeFn]):
       yield records
 
 
-def _decode_block(
-  pair: LoadedPair, tree: Tree, settings: DecodeSettings, block: TextBlock
-) -> list[dict]:
+def _decode_block(pair: Pair, tree: Tree, settings: DecodeSettings, block: TextBlock) -> list[dict]:
   lines = [text if pair.can_decode(text) else None for text in block.texts]
   records: list[dict] = []
   for outputs, decoded in decode_lines(pair, lines, tree, settings, start=block.first):

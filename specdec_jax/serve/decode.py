@@ -19,7 +19,7 @@ from specdec_jax.core.sampling import Sampling
 from specdec_jax.core.trees import Tree
 from specdec_jax.errors import InputError, require_count, require_seed, shown
 from specdec_jax.measure.calibrate import given_tree, resolve_tree
-from specdec_jax.pairs import LoadedPair
+from specdec_jax.pair import Pair
 
 
 class Macro:
@@ -49,7 +49,7 @@ class Macro:
 
 
 def decode(
-  load_pair: Callable[[], LoadedPair],
+  load_pair: Callable[[], Pair],
   texts: str | Sequence[str],
   output_dir: str,
   runner: str = "DirectRunner",
@@ -170,7 +170,7 @@ def decode(
 
 
 def _choose_tree(
-  load_pair: Callable[[], LoadedPair],
+  load_pair: Callable[[], Pair],
   gamma: int | str,
   tree: Sequence[int] | str | None,
   texts: Sequence[str],

@@ -37,7 +37,6 @@ from specdec_jax.core.verify.tokens import TokenVerifier
 from specdec_jax.drafts.model import ModelDraft
 from specdec_jax.errors import InputError, require_count
 from specdec_jax.models.t5 import PAD_ID, T5Model
-from specdec_jax.pairs import verifier_from
 from specdec_jax.t5x.checkpointer import DRAFT
 from specdec_jax.t5x.networks import same_config
 from specdec_jax.t5x.settings import bound, decode_settings
@@ -145,7 +144,7 @@ class SpeculativeModel(models.EncoderDecoderModel):
       # Gin passes a subclass of the verifier, whose instances are of the class itself. Therefore
       # instances are compared.
       default = TokenVerifier(Sampling())
-      if tree is not None or verifier_from(verifier, Sampling(), lenience) != default:
+      if tree is not None or verifier(Sampling()).with_lenience(lenience) != default:
         raise InputError(
           "decode_fn is beam_search, whose draft searches gamma steps ahead; a tree, a verifier "
           "and lenience are for temperature_sample."
@@ -318,7 +317,7 @@ class SpeculativeModel(models.EncoderDecoderModel):
     """Return the draft and the verifier with the given settings, named as in `_settings`."""
     sampling = Sampling(settings["temperature"], settings["topk"], settings["topp"] or 1.0)
     tree = chain(settings["gamma"]) if settings["tree"] is None else Tree(settings["tree"])
-    verifier = verifier_from(settings["verifier"], sampling, settings["lenience"])
+    verifier = settings["verifier"](sampling).with_lenience(settings["lenience"])
     draft = _Draft(self._draft_model, sampling, tree, verifier.needs_independent_siblings)
     return draft, verifier
 

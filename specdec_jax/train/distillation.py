@@ -12,7 +12,7 @@ import numpy as np
 from flax import linen as nn
 from rich.progress import track
 
-from specdec_jax.atomic_files import atomic_write
+from specdec_jax.core.atomic_files import atomic_write
 from specdec_jax.errors import InputError
 from specdec_jax.train.batches import Batch, ParallelText, epoch_batches, padded_batches
 from specdec_jax.train.objectives import teacher_forced

@@ -18,7 +18,7 @@ from jax import Array
 from jax.sharding import NamedSharding, PartitionSpec
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from specdec_jax.atomic_files import atomic_write
+from specdec_jax.core.atomic_files import atomic_write
 from specdec_jax.errors import (
   InputError,
   require_count,

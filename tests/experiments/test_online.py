@@ -6,7 +6,6 @@ import jax
 import numpy as np
 import pytest
 import tiny_pair
-from specdec_jax.load import load_pair, random_speculator
 
 from experiments.learned_drafts.online import (
   OnlineDraft,
@@ -22,6 +21,7 @@ from specdec_jax.core.verify.tokens import TokenVerifier
 from specdec_jax.drafts.composed import stop_at_miss_draft
 from specdec_jax.drafts.heads import speculator_config
 from specdec_jax.drafts.retrieval import retrieval
+from specdec_jax.load import load_pair, random_speculator
 from specdec_jax.measure import records
 from specdec_jax.measure.alpha import proposals
 
@@ -93,7 +93,9 @@ def test_learning_from_a_sampled_text_raises_its_probability_under_the_draft(pai
   decoder = Decoder(pair.target.model, draft, TokenVerifier(Sampling()), pair.vocabulary.eos_id)
   params = Params(pair.target.params, (draft.initial_state(head_params), target_params))
   result, learned = decode_and_learn(decoder, params, prompt, keys, max_new_tokens=8)
-  propose_at_each_token = functools.partial(proposals, pair.target.model, frozen, pair.target.params)
+  propose_at_each_token = functools.partial(
+    proposals, pair.target.model, frozen, pair.target.params
+  )
 
   def mean_log_probability(head_params) -> float:
     draft_params = head_params, target_params

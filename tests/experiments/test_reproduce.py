@@ -4,10 +4,10 @@ import functools
 
 import tiny
 import tiny_pair
-from specdec_jax.load import checkpoint_draft
 
 from experiments.paper import reproduce as module
 from experiments.paper.reproduce import Checkpoints, Models, StandIns, Task, groups, reproduce
+from specdec_jax.load import checkpoint_draft
 from specdec_jax.measure.records import read
 
 TEXTS = tiny_pair.SENTENCES[:2]

@@ -4,21 +4,17 @@ import dataclasses
 import functools
 import itertools
 
-import jax
 import pytest
 import tiny_pair
-from specdec_jax.pair import Pair
 
 from experiments.methods import search_layers as module
 from experiments.methods.search_layers import search, search_layers
-from specdec_jax.core.sampling import Sampling, row_keys
+from specdec_jax.core.sampling import Sampling
 from specdec_jax.core.trees import chain
-from specdec_jax.drafts.layer_skip import layer_skip
 from specdec_jax.measure import records
-from specdec_jax.measure.alpha import measure_alpha
 from specdec_jax.measure.costs import Costs
 from specdec_jax.models.families import model_of
-from specdec_jax.theory import text_improvement
+from specdec_jax.pair import Pair
 
 TEXTS = tiny_pair.SENTENCES[:6]
 SUBSETS = [(0,), (1,), (2,), (0, 1), (0, 2), (1, 2)]
@@ -34,7 +30,7 @@ def deep(of, num_layers: int = 3) -> Pair:
   # Without kernels, so that parameters need no packing.
   config = dataclasses.replace(config, kernels="xla", fused=False)
   params = tiny_pair.random_params(config, 5)
-  return pair._replace(target=model_of(config), target_params=params, kernels="xla")
+  return tiny_pair.changed(pair, model=model_of(config), params=params)
 
 
 def layer_costs(pairs, trees, *args) -> list[list[Costs]]:
@@ -51,45 +47,6 @@ def run(output, pair, **changes):
   settings = dict(sampling=SAMPLING, batch_size=2, max_new_tokens=LIMIT)
   search_layers(pair, TEXTS, str(output), **{**settings, **changes})
   return records.read(output / "results.jsonl")
-
-
-def test_best_layers_are_those_of_a_search_by_brute_force(tmp_path, monkeypatch, capsys):
-  """Alpha is that of the draft in decoding, and the best gamma is compared with all others."""
-  monkeypatch.setattr(module, "measure_costs", layer_costs)
-  pair = deep(tiny_pair.pair)
-  measured = {record.models.draft: record for record in run(tmp_path, pair)}
-  out = capsys.readouterr().out
-  prompts = [pair.prompt(TEXTS[i : i + 2], pair.prompt(TEXTS).shape[1]) for i in (0, 2, 4)]
-  decode = pair.decode_fn(SAMPLING, chain(0))
-  keys = [row_keys(0, i, 2) for i in (0, 2, 4)]
-  outputs = [jax.device_get(decode(*batch, max_new_tokens=LIMIT)) for batch in zip(prompts, keys)]
-  lengths = [output.lengths.tolist() for output in outputs]
-  speedups = {}
-  for layers in SUBSETS:
-    skipping = pair.with_draft(layer_skip(pair.target, layers))
-    of_text = measure_alpha(skipping, prompts, outputs, SAMPLING)
-    record = measured[skipping.draft.name]
-    for name in ("alpha", "alpha_low", "alpha_high"):
-      right = pytest.approx(getattr(of_text, name), abs=1e-5)
-      assert getattr(record.outputs, name) == right
-    predicted = {
-      gamma: text_improvement(of_text.alpha, gamma, 0.02 * len(layers), 1.0, lengths)
-      for gamma in range(1, 11)
-    }
-    speedups[layers] = max(predicted.values())
-    assert record.times.predicted_finite_length == pytest.approx(speedups[layers], rel=1e-4)
-    assert record.settings.gamma == max(predicted, key=predicted.__getitem__)
-    assert record.times.c == pytest.approx(0.02 * len(layers)) and record.times.verify_cost == 1
-  assert len(measured) == len(SUBSETS)
-  best = max(speedups, key=speedups.__getitem__)
-  name = f"layers {','.join(map(str, best))}"
-  assert (
-    f"Best of 6 of 6 sets of layers: {name}, with gamma {measured[name].settings.gamma} and" in out
-  )
-  assert out.count(f"--gin.LAYERS='{best}'") == 2
-  rows = [line.split()[1] for line in out.splitlines() if line.startswith(" layers ")]
-  by_speed = sorted(speedups, key=speedups.__getitem__, reverse=True)
-  assert rows == [",".join(map(str, layers)) for layers in by_speed]
 
 
 def test_search_resumes_and_interpolates_costs(tmp_path, monkeypatch):
