@@ -30,7 +30,7 @@ from specdec_jax.core.trees import AnyTree, DynamicTree
 from specdec_jax.core.types import DecodeResult, Rounds
 from specdec_jax.errors import InputError, require_count, require_seed, require_text
 from specdec_jax.measure.calibrate import resolve_tree
-from specdec_jax.measure.reporting.rounds import Round, read_rounds, round_text
+from specdec_jax.measure.rounds import Round, read_rounds, round_text
 from specdec_jax.pair import Pair
 
 _LOG = logging.getLogger("specdec_jax")

@@ -40,7 +40,7 @@ RULES = [
   ("core|theory|beams", "flax", "core.sampling -> flax.linen"),
   (r"(?!run|t5x|serve\.decode).*", "gin|absl", "commands.train -> absl.flags"),
   ("(?!data|t5x).*", "seqio|t5x|tensorflow.*", "train.batches -> tensorflow_datasets"),
-  (r"(?!measure\.reporting).*", "matplotlib|pandas|jinja2", "measure.speed -> pandas"),
+  (r"(?!measure\.(report|tables)).*", "matplotlib|pandas|jinja2", "measure.speed -> pandas"),
   (".*", "torch|ctranslate2|optimum|llama_cpp", "data.text -> torch"),
 ]
 

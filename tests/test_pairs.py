@@ -35,7 +35,7 @@ from specdec_jax.data.vocabularies import (
 from specdec_jax.drafts.uniform import uniform
 from specdec_jax.errors import InputError
 from specdec_jax.load import load_pair, random_pair
-from specdec_jax.measure.measure import settings_to_measure
+from specdec_jax.measure.records import settings_to_measure
 from specdec_jax.models import sizes
 from specdec_jax.models.families import for_decoding, init_params
 from specdec_jax.models.kernels import skinny
@@ -154,7 +154,7 @@ def test_checkpoints_of_t5x_and_orbax(tmp_path, path):
     assert getattr(pair, role).name == "t5_tiny"
     config = dataclasses.replace(rows, vocab_size=72, padded_vocab_size=128)
     want = for_decoding(config, params)[1]
-    jax.tree.map(np.testing.assert_array_equal, getattr(pair, role).params, want)
+    jax.tree.map(np.testing.assert_array_equal, getattr(pair, f"{role}_params"), want)
     assert pair.target.model.vocab_size == 72
 
 

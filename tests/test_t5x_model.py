@@ -640,8 +640,12 @@ def test_speed_is_measured_against_t5x(tmp_path):
   finally:
     gin.clear_config()
   (record,) = records.read(str(tmp_path / "results.jsonl"))
-  assert (record.baseline, record.identical, record.predicted_finite_length) == ("t5x", True, None)
-  assert record.speedup > 0
+  assert (
+    record.settings.baseline,
+    record.outputs.identical,
+    record.times.predicted_finite_length,
+  ) == ("t5x", True, None)
+  assert record.times.speedup > 0
 
 
 @pytest.mark.parametrize("source", ["path", "random weights"])

@@ -25,7 +25,7 @@ from specdec_jax.data.vocabularies import open_vocabulary
 from specdec_jax.data.vocabulary import padded
 from specdec_jax.errors import InputError
 from specdec_jax.load import load_pair
-from specdec_jax.measure.reporting.tables import MISSING
+from specdec_jax.measure.tables import MISSING
 from specdec_jax.models.families import model_of, module_of
 from specdec_jax.models.t5 import T5
 from specdec_jax.train import distillation_data, trainer

@@ -33,14 +33,9 @@ from specdec_jax.drafts.heads.stateless import SpeculatorDraft, source_of
 from specdec_jax.drafts.retrieval import Datastore, with_texts
 from specdec_jax.errors import InputError
 from specdec_jax.measure import records
-from specdec_jax.measure.measure import settings_to_measure
 from specdec_jax.measure.progress import Progress
-from specdec_jax.measure.records import Record
-from specdec_jax.measure.reporting.formats import render
-from specdec_jax.measure.reporting.tables import (
-  MISSING,
-  Table,
-)
+from specdec_jax.measure.records import Record, settings_to_measure
+from specdec_jax.measure.tables import LENGTH, MISSING, Table, render
 from specdec_jax.models.families import module_of
 from specdec_jax.pair import Pair
 
@@ -212,8 +207,7 @@ class _Comparison:
           (setting,) = settings_to_measure(pair, interval, [settings], [self.gamma])
           for suffix, of_version in (("", frozen_outputs), (f", {version}", outputs)):
             measured.append(
-              dataclasses.replace(
-                setting,
+              setting.replace(
                 task=pathlib.Path(path).name,
                 draft=pair.draft.name + suffix,
                 num_tokens=num_tokens(of_version),
@@ -221,9 +215,9 @@ class _Comparison:
                 tokens_per_round=num_tokens(of_version) / num_rounds(of_version),
               )
             )
-    with records.open_results(self.output_dir) as path:
-      for record in measured:
-        records.append(path, record)
+    path = records.results_path(self.output_dir)
+    for record in measured:
+      records.append(path, record)
     console = Console(markup=False, soft_wrap=True)
     console.print(render(online_table(measured), "terminal"))
     console.print(f"Records: {self._results}")
@@ -238,13 +232,15 @@ def online_table(measured: Sequence[Record]) -> Table:
   """
   rows, num_texts = [], collections.Counter[str | None]()
   for frozen, changing in zip(measured[::2], measured[1::2], strict=True):
-    first_text = num_texts[frozen.task] + 1
-    num_texts[frozen.task] += frozen.num_examples or 0
-    lengths = (f"{r.tokens_per_round:.2f}" for r in (frozen, changing))
-    rows.append((frozen.task or MISSING, f"{first_text} to {num_texts[frozen.task]}", *lengths))
-  first, version = measured[0], measured[1].draft.removeprefix(f"{measured[0].draft}, ")
+    task, lengths = frozen.settings.task, (LENGTH.cell(r) for r in (frozen, changing))
+    first_text = num_texts[task] + 1
+    num_texts[task] += frozen.settings.num_examples or 0
+    rows.append((task or MISSING, f"{first_text} to {num_texts[task]}", *lengths))
+  first = measured[0]
+  version = measured[1].models.draft.removeprefix(f"{first.models.draft}, ")
   notes = "Tokens per target forward pass; texts in the order in which they were served."
-  title = f"{first.target}, {first.draft}, gamma {first.gamma}: frozen and {version}"
+  models = f"{first.models.target}, {first.models.draft}"
+  title = f"{models}, gamma {first.settings.gamma}: frozen and {version}"
   return Table(title, ("task", "texts", "frozen", version), tuple(rows), (notes,))
 
 

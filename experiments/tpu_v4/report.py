@@ -21,7 +21,7 @@ from specdec_jax.core.sampling import Sampling
 from specdec_jax.core.trees import AnyTree, DynamicTree
 from specdec_jax.drafts.heads import HEADS, AnyConfig, DraftHead, new_head
 from specdec_jax.errors import InputError
-from specdec_jax.measure.reporting.formats import render
+from specdec_jax.measure.tables import render
 from specdec_jax.models.config import Weights, named_dtype
 from specdec_jax.models.partitioning import REPLICATED, RULES
 from specdec_jax.models.sizes import named_config

@@ -33,3 +33,14 @@ def read_checkpoint(path):
     shutil.copytree(path, copied, dirs_exist_ok=True)  # noqa: F405
     (pathlib.Path(copied) / "config.json").write_text(json.dumps(fields))
     return before.read_checkpoint(copied)
+
+
+def untimed(values):
+  """Return the fields of a line of JSON that are equal in two runs; those of records as before."""
+  if "models" not in values:
+    return before.untimed(values)
+  setting, outputs = values["models"] | values["settings"] | values["machine"], values["outputs"]
+  setting["acceptance"] = "simulated" if setting.pop("simulated") else "measured"
+  del setting["repeats"]
+  quality = {name: outputs.pop(name) for name in ("metric", "quality", "baseline_quality")}
+  return {"schema": 3, "setting": setting, "outputs": outputs, "quality": quality}

@@ -18,6 +18,11 @@ TIMED = "timings", "provenance", "tokens_per_s", "seconds"  # fields that differ
 TABULATE = "specdec_jax.bench.tabulate"
 
 
+def untimed(values):
+  """Return the fields of a line of JSON that are equal in two runs."""
+  return {name: value for name, value in values.items() if name not in TIMED}
+
+
 def table(name, files):
   """Return the headings and the rows of a table."""
   made = importlib.import_module(TABULATE).named_table(name, files)

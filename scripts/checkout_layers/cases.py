@@ -194,7 +194,7 @@ def written(layer, folder, arguments):
   for path in sorted(path for path in folder.rglob("*") if "checkpoints" not in path.parts):
     if path.suffix == ".jsonl":
       for i, line in enumerate(path.read_text(encoding="utf-8").splitlines()):
-        parts[f"{path.name}, line {i}"] = without(json.loads(line), layer.TIMED)
+        parts[f"{path.name}, line {i}"] = layer.untimed(json.loads(line))
     elif path.suffix == ".msgpack":
       parts[path.name] = serialization.msgpack_restore(path.read_bytes())
     elif path.suffix == ".npz":

@@ -20,6 +20,7 @@ from specdec_jax.core.trees import Tree, branching, chain
 from specdec_jax.core.types import Context, DecodeResult, Draft, Model
 from specdec_jax.core.verify.lossy import emitted_distribution
 from specdec_jax.core.verify.tokens import guess_probs, within_lenience
+from specdec_jax.measure.records import Outputs
 from specdec_jax.pair import Pair
 
 
@@ -32,27 +33,6 @@ class Estimate(NamedTuple):
   mean: float
   low: float
   high: float
-
-
-class Acceptance(NamedTuple):
-  """Acceptance of a draft over text that the target generated.
-
-  Attributes:
-    alpha: mean over all tokens of beta, the acceptance probability of a draft token (Corollary 6).
-    lag1: lag-1 autocorrelation of beta within texts. It is about 0 if acceptance is independent, as
-      Section 3.1 assumes, and NaN if beta does not vary.
-    change: total variation distance between the target's distribution and the distribution of the
-      emitted token, averaged over all tokens; 0 without lenience.
-    rejection: mean over all tokens of the acceptance probability of rejection sampling, min q / p
-      (Appendix A.2).
-    num_tokens: number of tokens.
-  """
-
-  alpha: Estimate
-  lag1: float
-  change: float
-  rejection: float
-  num_tokens: int
 
 
 @functools.partial(jax.jit, static_argnames=("model",))
@@ -149,12 +129,6 @@ def acceptance_and_change(
   lenience: float = 1.0,
 ) -> tuple[Float[Array, "*batch"], Float[Array, "*batch"]]:
   """Compute beta (Theorem 5; Appendix A.5), and how much lenience changes the output.
-
-  Args:
-    target_logits: logits of the target.
-    q: distributions of the draft.
-    sampling: sampling method of the target.
-    lenience: lenience, l.
 
   Returns:
     beta = sum_x min(p(x) / l, q(x)), and the total variation distance between p and the
@@ -258,15 +232,11 @@ def measure_alpha(
   decoded: Sequence[DecodeResult],
   sampling: Sampling,
   lenience: float = 1.0,
-) -> Acceptance:
-  """Measure the acceptance of a pair's draft over text that its target generated.
+) -> Outputs:
+  """Measure alpha of a pair's draft over text that its target generated.
 
-  Args:
-    pair: target and draft.
-    prompts: source tokens [B, P] of each batch.
-    decoded: outputs of autoregressive decoding for each batch.
-    sampling: sampling method of both models.
-    lenience: lenience, l.
+  `decoded` are outputs of autoregressive decoding for each batch of prompts. Only the fields of a
+  record that this text determines are set.
   """
   betas, changes, rejections = [], [], []
   draft = pair.draft.build(sampling, chain(1))
@@ -281,12 +251,15 @@ def measure_alpha(
     betas += [row[:n] for row, n in zip(beta, lengths)]
     changes += [row[:n] for row, n in zip(change, lengths)]
     rejections += [row[:n] for row, n in zip(rejection, lengths)]
-  return Acceptance(
-    alpha=mean_with_interval(betas),
-    lag1=lag1_correlation(betas),
-    change=float(np.concatenate(changes).mean()),
-    rejection=float(np.concatenate(rejections).mean()),
+  alpha = mean_with_interval(betas)
+  return Outputs(
     num_tokens=sum(map(len, betas)),
+    alpha=alpha.mean,
+    alpha_low=alpha.low,
+    alpha_high=alpha.high,
+    beta_lag1=lag1_correlation(betas),
+    total_variation=float(np.concatenate(changes).mean()),
+    rejection_sampling_rate=float(np.concatenate(rejections).mean()),
   )
 
 

@@ -1,4 +1,6 @@
-"""Bandwidth-bound estimate of the time of a step: bytes that it reads / memory bandwidth.
+"""Arithmetic operations and bytes of the parts of a round, counted in their programs.
+
+The bandwidth-bound estimate of the time of a step is the bytes that it reads / memory bandwidth.
 
 A decoding step uses each weight for only a few tokens, so reading the weights dominates its time
 (Section 3.4). The measured time divided by this estimate is the largest factor by which a step
@@ -18,7 +20,8 @@ from specdec_jax.core.decode import Decoder, DecodeState, NullDraft
 from specdec_jax.core.sampling import Sampling
 from specdec_jax.core.trees import chain
 from specdec_jax.core.types import Draft
-from specdec_jax.measure.timing import interleaved_medians
+from specdec_jax.measure.costs import interleaved_medians
+from specdec_jax.models.kernels import skinny
 from specdec_jax.pair import Pair
 
 # Number of rows of the square matrix that is read: 0.27 and 1.07 GB, far larger than any cache.
@@ -30,17 +33,11 @@ _LOOPS = {"scan", "while"}
 
 
 class StepBytes(NamedTuple):
-  """Bytes that each device has to read. If a model is sharded, a device reads only its own shard.
+  """Bytes that each device has to read; of a sharded model, it reads only its own shard."""
 
-  Attributes:
-    target_step: bytes read in one step of autoregressive decoding.
-    draft_step: bytes read to propose gamma tokens, divided by gamma.
-    verify: bytes read in a target forward pass over gamma + 1 tokens, or over the nodes of a tree.
-  """
-
-  target_step: float
-  draft_step: float
-  verify: float
+  target_step: float  # in one step of autoregressive decoding
+  draft_step: float  # to propose gamma tokens, divided by gamma
+  verify: float  # in a target forward pass over gamma + 1 tokens, or over the nodes of a tree
 
 
 def memory_bandwidth(repeats: int = 5) -> float:
@@ -75,25 +72,30 @@ def step_bytes(
   params = pair.params
   rng = jax.random.split(jax.random.key(0), len(prompt))
 
-  def before(draft: Draft) -> DecodeState:
-    """Return the shapes of the state before a round."""
-    decoder = Decoder(pair.target.model, draft, pair.verifier_for(sampling))
-    init = functools.partial(decoder.init, prompt=prompt, rng=rng, max_new_tokens=max_new_tokens)
-    return jax.eval_shape(init, params)
-
   def extend(state: DecodeState, num_tokens: int) -> float:
     block = jax.ShapeDtypeStruct((len(prompt), num_tokens), jnp.int32)
     num_bytes = read_bytes(pair.target.model.extend, params.target, state.target_cache, block)
     return num_bytes * _shard_share(params.target)
 
   draft = pair.draft.build(sampling, chain(gamma))
-  state = before(draft)
+  state = _before(pair, draft, prompt, sampling, max_new_tokens)
+  plain = _before(pair, NullDraft(), prompt, sampling, max_new_tokens)
   proposed = read_bytes(draft.propose, params.draft, state.draft_state, state.context, rng)
   return StepBytes(
-    target_step=extend(before(NullDraft()), 1),
+    target_step=extend(plain, 1),
     draft_step=proposed * _shard_share(params.draft) / gamma,
     verify=extend(state, draft.tree.num_nodes),
   )
+
+
+def _before(
+  pair: Pair, draft: Draft, prompt: Array, sampling: Sampling, max_new_tokens: int
+) -> DecodeState:
+  """Return the shapes of the state before a round."""
+  decoder = Decoder(pair.target.model, draft, pair.verifier_for(sampling))
+  rng = jax.random.split(jax.random.key(0), len(prompt))
+  init = functools.partial(decoder.init, prompt=prompt, rng=rng, max_new_tokens=max_new_tokens)
+  return jax.eval_shape(init, pair.params)
 
 
 def _shard_share(params: Any) -> float:
@@ -142,3 +144,56 @@ def _reads(jaxpr: Jaxpr) -> tuple[dict, int]:
 
 def _nbytes(var) -> int:
   return math.prod(var.aval.shape) * var.aval.dtype.itemsize
+
+
+def operations_ratio(pair: Pair, prompt: Array, sampling: Sampling) -> float:
+  """Compute c-hat: operations of a draft step / operations of a target step (Section 3.4).
+
+  Only the operations of matmuls count, because others are few. The operations of a draft step are
+  the difference between proposing two tokens and proposing one.
+  """
+  rng = jax.random.split(jax.random.key(0), len(prompt))
+  params = pair.params
+
+  def operations(f, *args) -> int:
+    return matmul_operations(jax.make_jaxpr(f)(*args).jaxpr)
+
+  def before(draft: Draft) -> DecodeState:
+    """Return the shapes of the state before a round, with the same slots for gamma 0, 1 and 2."""
+    return _before(pair, draft, prompt, sampling, max(0, 2 - draft.tree.depth))
+
+  def propose(gamma: int) -> int:
+    draft = pair.draft.build(sampling, chain(gamma))
+    state = before(draft)
+    return operations(draft.propose, params.draft, state.draft_state, state.context, rng)
+
+  block = jax.ShapeDtypeStruct((len(prompt), 1), jnp.int32)
+  step = operations(
+    pair.target.model.extend, params.target, before(NullDraft()).target_cache, block
+  )
+  return (propose(2) - propose(1)) / step
+
+
+def matmul_operations(jaxpr: Jaxpr) -> int:
+  """Count multiplications and additions in the matmuls of a program.
+
+  The body of a scan counts once per iteration, and the body of a while loop counts once. Of the
+  branches of a conditional, only the most expensive one counts.
+  """
+  total = 0
+  for eqn in jaxpr.eqns:
+    inner = [matmul_operations(each) for each in jaxprs_in_params(eqn.params)]
+    if eqn.primitive.name == "dot_general":
+      (contracted, _), _ = eqn.params["dimension_numbers"]
+      terms = math.prod(_shape(eqn.invars[0])[axis] for axis in contracted)
+      total += 2 * terms * math.prod(_shape(eqn.outvars[0]))
+    elif eqn.params.get("target_name") == skinny.MATMUL:
+      total += 2 * _shape(eqn.invars[0])[1] * math.prod(_shape(eqn.outvars[0]))
+    elif eqn.params.get("target_name") == skinny.ATTENTION:
+      total += 4 * _shape(eqn.invars[1])[2] * math.prod(_shape(eqn.outvars[0]))
+    total += eqn.params.get("length", 1) * max(inner, default=0)
+  return total
+
+
+def _shape(var: Any) -> tuple[int, ...]:
+  return var.aval.shape

@@ -89,9 +89,9 @@ def test_alpha_and_rounds_equal_those_of_a_plain_loop(words, path, tmp_path, nam
   first = guessing(words, make, 1)
   right = [[first(s, text[:t]) == [text[t]] for t in range(len(text))] for s, text in texts]
   for r in run(words, tmp_path, [make]):
-    assert r.draft == name and r.alpha == pytest.approx(np.concatenate(right).mean())
-    guesses = guessing(words, make, r.gamma)
-    rounds, stood, fell = 0, [0] * r.gamma, [0] * r.gamma
+    assert r.models.draft == name and r.outputs.alpha == pytest.approx(np.concatenate(right).mean())
+    guesses = guessing(words, make, r.settings.gamma)
+    rounds, stood, fell = 0, [0] * r.settings.gamma, [0] * r.settings.gamma
     for source, text in texts:
       done = 0
       while done < len(text):
@@ -105,16 +105,18 @@ def test_alpha_and_rounds_equal_those_of_a_plain_loop(words, path, tmp_path, nam
           if done == len(text):
             break
         done += 1  # the target's next token, unless the text has ended
-    assert r.rounds == rounds and r.tokens_per_round == r.num_tokens / rounds
+    assert (
+      r.outputs.rounds == rounds and r.outputs.tokens_per_round == r.outputs.num_tokens / rounds
+    )
     judged = zip(stood, fell)
-    assert r.acceptance_by_position == [a / (a + b) if a + b else None for a, b in judged]
+    assert r.outputs.acceptance_by_position == [a / (a + b) if a + b else None for a, b in judged]
 
 
 def test_output_cut_off_at_the_limit_has_no_eos(words, tmp_path):
   make = [prompt_lookup]
   (cut,) = run(words, tmp_path / "cut", make, LINES[:1], LINES[:1], gammas=(3,), max_new_tokens=4)
   (whole,) = run(words, tmp_path / "whole", make, LINES[:1], LINES[:1], gammas=(3,))
-  assert cut.num_tokens == 4 and whole.num_tokens == len(words.encode(LINES[0]))
+  assert cut.outputs.num_tokens == 4 and whole.outputs.num_tokens == len(words.encode(LINES[0]))
 
 
 def test_recorded_settings_are_not_measured_again(words, path, tmp_path, capsys):
@@ -123,13 +125,17 @@ def test_recorded_settings_are_not_measured_again(words, path, tmp_path, capsys)
   counted = functools.partial(unigram, path=path)
   measured = run(words, tmp_path, [prompt_lookup, counted])
   assert (tmp_path / "results.jsonl").read_bytes().startswith(before)
-  assert [(r.draft, r.gamma) for r in measured] == [
+  assert [(r.models.draft, r.settings.gamma) for r in measured] == [
     *(("copy-3", 2), ("copy-3", 5), ("unigram", 2), ("unigram", 5))
   ]
-  assert measured[1].alpha == one.alpha  # which does not depend on gamma
+  assert measured[1].outputs.alpha == one.outputs.alpha  # which does not depend on gamma
   for r in measured:
-    assert r.temperature == 0 and r.target == "T" and r.num_examples == len(SOURCES)
-    assert r.speedup is None and r.c is None  # nothing was timed
+    assert (
+      r.settings.temperature == 0
+      and r.models.target == "T"
+      and r.settings.num_examples == len(SOURCES)
+    )
+    assert r.times.speedup is None and r.times.c is None  # nothing was timed
 
 
 def test_table_has_the_values_of_the_paper(words, path, tmp_path, capsys):

@@ -55,11 +55,12 @@ def test_learning_raises_the_acceptance_length_and_keeps_the_outputs(pair, tmp_p
     max_new_tokens=16,
   )
   measured = records.read(str(tmp_path / "out/results.jsonl"))
-  assert [r.draft for r in measured] == ["random eagle", "random eagle, online"] * 2
-  first_frozen, _, last_frozen, last_learning = (r.tokens_per_round for r in measured)
+  assert [r.models.draft for r in measured] == ["random eagle", "random eagle, online"] * 2
+  first_frozen, _, last_frozen, last_learning = (r.outputs.tokens_per_round for r in measured)
   assert first_frozen == last_frozen < last_learning
   assert (
-    len({r.num_tokens for r in measured}) == 1 and "frozen and online" in capsys.readouterr().out
+    len({r.outputs.num_tokens for r in measured}) == 1
+    and "frozen and online" in capsys.readouterr().out
   )
 
 
@@ -77,10 +78,10 @@ def test_growing_datastore_raises_the_acceptance_length_without_recompiling(tmp_
   assert Decoder.run._cache_size() == compiled + 1
   measured = records.read(str(tmp_path / "out/results.jsonl"))
   name = "retrieval x2, as far as known"
-  assert [r.draft for r in measured] == [name, f"{name}, growing"] * 2
-  frozen, _, last_frozen, growing = (r.tokens_per_round for r in measured)
+  assert [r.models.draft for r in measured] == [name, f"{name}, growing"] * 2
+  frozen, _, last_frozen, growing = (r.outputs.tokens_per_round for r in measured)
   assert frozen == last_frozen == 1 and growing > 2
-  assert len({r.num_tokens for r in measured}) == 1
+  assert len({r.outputs.num_tokens for r in measured}) == 1
   assert "frozen  growing" in capsys.readouterr().out
 
 

@@ -1,18 +1,11 @@
-"""Test that rounds are shown in colour as they were decoded, and records as a table."""
-
-import dataclasses
-import io
+"""Test that rounds are shown in color as they were decoded."""
 
 import numpy as np
 import pytest
-from rich.console import Console
 
 from specdec_jax.core.types import DecodeResult, Rounds
-from specdec_jax.measure.records import Record
-from specdec_jax.measure.reporting import rounds, speeds
-from specdec_jax.measure.reporting.columns import headings, legend
-from specdec_jax.measure.reporting.formats import render
-from specdec_jax.measure.reporting.rounds import (
+from specdec_jax.measure import rounds
+from specdec_jax.measure.rounds import (
   ACCEPTED,
   CORRECTED,
   REJECTED,
@@ -60,36 +53,28 @@ def read(decoded, row=0):
   return lines
 
 
-def test_accepted_rejected_and_corrected_tokens():
-  decoded = decode_result([([EIN, MANN, STEHT], 2, LÄUFT, 3)])
-  assert read(decoded) == [(["ein", "Mann"], ["steht"], ["läuft"])]
-
-
-def test_round_without_accepted_tokens():
-  assert read(decode_result([([HUND, MANN, STEHT], 0, EIN, 1)])) == [([], ["Hund"], ["ein"])]
-
-
-def test_round_with_all_tokens_accepted():
-  """The token after the guesses is sampled from the target, and no token is rejected."""
-  decoded = decode_result([([EIN, ROT, HUND], 3, LÄUFT, 4)])
-  assert read(decoded) == [(["ein", "rot", "Hund"], [], ["läuft"])]
-
-
-def test_text_that_ends_inside_accepted_guesses():
-  """Guesses past EOS are neither accepted nor rejected, and no token follows."""
-  assert read(decode_result([([ROT, EOS, HUND], 3, MANN, 2)])) == [(["rot", "</s>"], [], [])]
-  assert read(decode_result([([EOS, ROT, HUND], 1, MANN, 1)])) == [(["</s>"], [], [])]
-
-
-def test_text_that_ends_in_the_correction():
-  assert read(decode_result([([ROT, HUND, MANN], 1, EOS, 2)])) == [(["rot"], ["Hund"], ["</s>"])]
-
-
-def test_text_that_ends_at_the_limit():
-  """The round has 3 tokens, of which 1 or 2 are emitted. The correction is not in the text."""
-  round_ = ([ROT, GRÜN, HUND], 2, MANN)
-  assert read(decode_result([(*round_, 1)])) == [(["rot"], [], [])]
-  assert read(decode_result([(*round_, 2)])) == [(["rot", "grün"], [], [])]
+@pytest.mark.parametrize(
+  "round_, shown",
+  [  # guesses, n, next token, number of emitted tokens -> accepted, rejected, target's token
+    (([EIN, MANN, STEHT], 2, LÄUFT, 3), ("ein Mann", "steht", "läuft")),
+    (([HUND, MANN, STEHT], 0, EIN, 1), ("", "Hund", "ein")),
+    (([EIN, ROT, HUND], 3, LÄUFT, 4), ("ein rot Hund", "", "läuft")),
+    # The text ends inside accepted guesses, in the correction, or at the limit of 1 or 2 tokens.
+    (([ROT, EOS, HUND], 3, MANN, 2), ("rot </s>", "", "")),
+    (([EOS, ROT, HUND], 1, MANN, 1), ("</s>", "", "")),
+    (([ROT, HUND, MANN], 1, EOS, 2), ("rot", "Hund", "</s>")),
+    (([ROT, GRÜN, HUND], 2, MANN, 1), ("rot", "", "")),
+    (([ROT, GRÜN, HUND], 2, MANN, 2), ("rot grün", "", "")),
+  ],
+)
+def test_every_draft_token_of_a_chain_is_shown_once_and_emitted_tokens_are_the_text(round_, shown):
+  decoded = decode_result([round_])
+  assert read(decoded) == [tuple(words.split() for words in shown)]
+  (r,) = read_rounds(decoded, 0, pieces)
+  guesses, n, target_token, num_emitted = round_
+  rejected = () if r.rejected is None else (r.rejected,)
+  assert [*r.accepted, *rejected, *r.unverified] == pieces(guesses)
+  assert [*r.emitted] == pieces([*guesses[:n], target_token])[:num_emitted]
 
 
 def test_each_round_is_one_line_until_the_row_stops():
@@ -115,7 +100,7 @@ def test_colours_and_brackets_distinguish_the_kinds_of_tokens():
 
 def test_pieces_that_look_like_markup_are_text():
   (r,) = read_rounds(decode_result([([EIN, MANN, STEHT], 1, HUND, 2)]), 0, lambda ids: ["[/b]"])
-  assert rendered(round_text(r)).count("[/b]") == 3
+  assert round_text(r).plain.count("[/b]") == 3
 
 
 # Trees.
@@ -200,108 +185,6 @@ def test_dynamic_tree_has_other_parents_in_each_round():
   tree, chain = read_rounds(decoded, 0, pieces)
   assert len(tree.branches) == 5
   assert chain.branches == (Branch(1, " der", tuple(pieces(GUESSES[2:]))),)
-
-
-# The table.
-
-
-def rendered(renderable):
-  console = Console(record=True, width=100, file=io.StringIO())
-  console.print(renderable)
-  return console.export_text()
-
-
-RECORD = Record(
-  task="some captions",
-  target="t",
-  draft="d",
-  temperature=0.0,
-  gamma=5,
-  batch_size=1,
-  platform="cpu",
-  device_kind="x86",
-  dtype="float32",
-  seed=0,
-  num_examples=24,
-  num_tokens=1000,
-  rounds=400,
-  alpha=0.8149,
-  alpha_low=0.7851,
-  alpha_high=0.8402,
-  acceptance_rate=0.83,
-  tokens_per_round=1000 / 400,
-  c=0.0614,
-  verify_cost=1.3816,
-  predicted_theorem8=2.9871,
-  predicted_measured_cost=2.1549,
-  predicted_finite_length=2.1549,
-  baseline_tokens_per_s=100.0,
-  speculative_tokens_per_s=206.3,
-  speedup=2.0634,
-  identical=True,
-)
-OTHER = dataclasses.replace(
-  RECORD,
-  temperature=1.0,
-  gamma=3,
-  alpha=0.6651,
-  alpha_low=0.6299,
-  alpha_high=0.7012,
-  c=0.0723,
-  verify_cost=1.2249,
-  predicted_theorem8=1.9149,
-  predicted_measured_cost=1.7251,
-  predicted_finite_length=1.7251,
-  tokens_per_round=1000 / 625,
-  speedup=1.6849,
-  identical=None,
-)
-
-
-def line_with(text, number):
-  (line,) = [line for line in text.splitlines() if f" {number} " in f"{line} "]
-  return line
-
-
-@pytest.mark.parametrize(
-  "speedup, numbers",
-  [
-    ("2.06", ["0", "5", "0.81", "0.79", "0.84", "0.061", "1.38", "2.99", "2.15", "2.50"]),
-    ("1.68", ["1", "3", "0.67", "0.63", "0.70", "0.072", "1.22", "1.91", "1.73", "1.60"]),
-  ],
-)
-def test_row_has_the_values_of_its_record(speedup, numbers):
-  line = line_with(render(speeds.speed_table([RECORD, OTHER]), "terminal"), speedup)
-  words = line.replace("[", " ").replace("]", " ").replace(",", " ").split()
-  for number in numbers:
-    assert number in words, (number, line)
-
-
-def test_title_has_the_settings():
-  text = render(speeds.speed_table([RECORD, OTHER]), "terminal")
-  for words in ("some captions", "24", "batch 1", "float32", "x86"):
-    assert words in text
-
-
-def test_table_fits_100_columns_without_truncation():
-  text = render(speeds.speed_table([RECORD, OTHER]), "terminal")
-  assert max(map(len, text.splitlines())) <= 100 and "…" not in text
-
-
-def test_outputs_that_differ_are_marked():
-  """Outputs are identical, different, or sampled and therefore not comparable."""
-  for identical, cell in ((True, "yes"), (False, "NO"), (None, "-")):
-    table = speeds.speed_table([dataclasses.replace(RECORD, identical=identical)])
-    assert line_with(render(table, "terminal"), "2.06").split()[-2] == cell
-
-
-def test_every_heading_is_explained():
-  text = render(speeds.speed_table([RECORD]), "terminal")
-  meanings = legend(speeds.SPEED)
-  assert [*headings(speeds.SPEED)] == ["temperature", "gamma", *meanings]
-  names = "alpha", "cost ratio c", "verify cost v", "Theorem 8", "speedup", "acceptance length"
-  for heading in (*names, "identical"):
-    assert f"{heading}: {meanings[heading][:20]}" in text
 
 
 def test_draft_tokens_that_were_not_proposed_are_not_shown():

@@ -67,6 +67,28 @@ class Round(NamedTuple):
     return self.accepted if self.target_token is None else (*self.accepted, self.target_token)
 
 
+class Example(NamedTuple):
+  """A decoded text and its rounds."""
+
+  source: str
+  translation: str
+  temperature: float  # 0 means argmax
+  gamma: int  # number of draft tokens per round, or the depth of a tree
+  rounds: tuple[Round, ...]
+  num_nodes: int | None = None  # of the tree, including the last committed token; None for a chain
+
+  @property
+  def proposal(self) -> str:
+    """Description of the draft tokens of a round."""
+    return f"gamma {self.gamma}" if self.num_nodes is None else f"a tree of {self.num_nodes} nodes"
+
+  @property
+  def cost(self) -> str:
+    """Number of tokens and of target forward passes, in words."""
+    tokens = sum(len(r.emitted) for r in self.rounds)
+    return f"{tokens} tokens from {len(self.rounds)} target forward passes"
+
+
 def read_rounds(
   decoded: DecodeResult,
   row: int,
@@ -112,11 +134,8 @@ def _branches(
 ) -> tuple[Branch, ...]:
   """Return the branches of a tree other than the accepted path.
 
-  Args:
-    parents: parents of the nodes 1 to N.
-    words: text of the nodes 1 to N.
-    accepted: nodes of the accepted path.
-    has_target_token: whether the target's token was emitted after the accepted path.
+  `parents` and `words` are those of the nodes 1 to N. `has_target_token` tells whether the target's
+  token was emitted after the accepted path.
   """
   paths: list[list[int]] = [[]]  # from the root to each node
   for node, parent in enumerate(parents, 1):
