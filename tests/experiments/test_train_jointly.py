@@ -28,11 +28,11 @@ from specdec_jax.errors import InputError
 from specdec_jax.models.families import model_of
 from specdec_jax.models.partitioning import make_mesh
 from specdec_jax.pairs import load_pair
-from specdec_jax.train import distillation_data
+from specdec_jax.train import distillation
 from specdec_jax.train.batches import ParallelText
-from specdec_jax.train.distillation_data import Teacher, model_outputs
+from specdec_jax.train.distillation import Teacher, model_outputs
 from specdec_jax.train.objectives import model_objective
-from specdec_jax.train.speculators import joint_objective, speculator_objective
+from specdec_jax.train.speculators import speculator_objective
 from specdec_jax.train.trainer import TrainSettings, train
 
 ROOT = tiny_pair.folder
@@ -52,7 +52,7 @@ def trained(objective, init, path, steps):
 
 def test_with_rate_0_the_head_is_trained_as_for_a_frozen_target(tmp_path):
   init = {"target": TARGET, "head": head_params()}
-  joint = joint_objective(HEAD, CONFIG, 1.0, 0.0, stride=1)
+  joint = commands.joint_objective(HEAD, CONFIG, 1.0, 0.0, stride=1)
   frozen = trained(joint, init, tmp_path / "joint", steps=3)
   alone = speculator_objective(HEAD, CONFIG, TARGET, stride=1)
   want = trained(alone, init["head"], tmp_path / "alone", steps=3)
@@ -63,7 +63,7 @@ def test_with_rate_0_the_head_is_trained_as_for_a_frozen_target(tmp_path):
 
 def test_loss_and_gradient_are_the_sums_of_both_parts():
   weight, plain = 0.3, dataclasses.replace(CONFIG, dropout_rate=0.0)
-  joint = joint_objective(HEAD, plain, weight, 0.1, label_smoothing=0.1, stride=1)
+  joint = commands.joint_objective(HEAD, plain, weight, 0.1, label_smoothing=0.1, stride=1)
   backbone = model_objective(plain, 0.1)
   head = speculator_objective(HEAD, plain, (), stride=1)
 
@@ -112,13 +112,13 @@ def test_beam_search_texts_are_the_best_texts_of_the_search_and_are_written_once
   config, params = load_model(str(ROOT() / "target"))
   teacher = Teacher(pair.vocabulary, config, params, make_mesh())
   sources = [pair.encode(text) for text in tiny_pair.SENTENCES[::40]]
-  text = teacher.beam_search_text(path, ParallelText(sources, [[1]] * len(sources)), 3)
+  text = commands.beam_search_text(teacher, path, ParallelText(sources, [[1]] * len(sources)), 3)
   prompt = pair.prompt(tiny_pair.SENTENCES[::40], 32)
   result = pair.beam_searcher(3, 0).run(pair.params, prompt, max_new_tokens=96).best()
   want = [row[:n].tolist() for row, n in zip(np.asarray(result.tokens), result.lengths)]
   assert text.sources == sources and text.targets == want and text.teacher is None
   assert want != model_outputs(model_of(config), params, sources)
-  assert teacher.beam_search_text(path, ParallelText([], []), 1) == text
+  assert commands.beam_search_text(teacher, path, ParallelText([], []), 1) == text
 
 
 def settings(**changes):
@@ -180,7 +180,7 @@ def test_interrupted_run_resumes_with_the_same_texts(folder, monkeypatch):
   whole = folder / "whole"
   steps = metrics(whole / "work")[1]["step"]
   stopped_after(2, lambda: run(folder, "resumed"))  # in the validation before training
-  monkeypatch.setattr(distillation_data, "BeamSearcher", None)  # the search is not repeated
+  monkeypatch.setattr(distillation, "BeamSearcher", None)  # the search is not repeated
   stopped_after(3 * steps + 1, lambda: run(folder, "resumed"))  # in the second epoch
   run(folder, "resumed")
   for name in ("target", "speculator"):
