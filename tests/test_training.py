@@ -364,7 +364,7 @@ def test_training_stops_where_a_loss_is_not_finite(tmp_path, fault, message):
     late = progress * 60 > (12.5 if fault == "loss" else 16.5)
     if fault == "loss":
       return jnp.where(late, jnp.nan, value)
-    return value + jnp.where(late, jnp.sqrt(value - jax.lax.stop_gradient(value)), 0.0)
+    return value + jnp.sqrt(jnp.where(late, value - jax.lax.stop_gradient(value), 1.0))
 
   message = message or "loss of step 18 is|After step 18, the parameters are not finite"
   with pytest.raises(InputError, match=message):

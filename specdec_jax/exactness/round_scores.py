@@ -98,8 +98,7 @@ def recorded(
 ) -> Decode:
   """Return a function that decodes as `pair.decoder` does, and also returns `TriedGuesses`.
 
-  The function runs the rounds of the decoding loop, with a draft that records its proposals and
-  their outcomes. If `eos_id` is None, the EOS of the pair's vocabulary ends a text.
+  If `eos_id` is None, the EOS of the pair's vocabulary ends a text.
   """
   draft = pair.draft(sampling, tree)
   if processors:
@@ -115,10 +114,6 @@ class RecordingDraft(WrappedDraft):
   """A draft that wraps another one and records in its state the guesses at every slot.
 
   As in a cache, the next round overwrites the slots past the text.
-
-  Attributes:
-    draft: the wrapped draft.
-    vocab_size: size of the vocabulary, V.
   """
 
   vocab_size: int
