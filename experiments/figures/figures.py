@@ -23,7 +23,6 @@ from matplotlib.patches import Patch, Rectangle
 from experiments.paper.paper import PaperRow, load_table
 from specdec_jax import theory
 from specdec_jax.atomic_files import atomic_write
-from specdec_jax.commands.translate import decode_lines
 from specdec_jax.core.loading import DecodeSettings
 from specdec_jax.core.sampling import Sampling
 from specdec_jax.core.trees import chain
@@ -33,6 +32,7 @@ from specdec_jax.measure.reporting.rounds import Round, read_rounds
 from specdec_jax.measure.reporting.tables import sampling_text
 from specdec_jax.pairs import LoadedPair
 from specdec_jax.run import parse_gin
+from specdec_jax.serve.lines import decode_lines
 
 # Colours that colour-blind readers can distinguish (Okabe and Ito).
 BLUE, SKY, GREEN, RED = "#0072B2", "#56B4E9", "#009E73", "#D55E00"
@@ -433,7 +433,7 @@ def trace(pair: LoadedPair, text: str, gamma: int = 7, temperature: float = 0.0,
     seed: random seed.
   """
   settings = DecodeSettings(Sampling(temperature), max_new_tokens=64, seed=seed)
-  ((_, (decoded,)),) = decode_lines(pair, [text], chain(gamma), settings)
+  ((_, decoded),) = decode_lines(pair, [text], chain(gamma), settings)
   rounds = read_rounds(decoded, 0, pair.vocabulary.pieces)
   count = f"{int(decoded.lengths[0])} tokens from {len(rounds)} target forward passes"
   title = f"{count}, γ = {gamma}, temperature {temperature:g}"

@@ -5,7 +5,6 @@ import pathlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Literal
 
-from specdec_jax.commands.translate import decode_lines
 from specdec_jax.core.loading import DecodeSettings
 from specdec_jax.core.sampling import Sampling
 from specdec_jax.core.trees import AnyTree, DynamicTree, chain
@@ -20,6 +19,7 @@ from specdec_jax.measure.reporting.stepper import Example
 from specdec_jax.measure.speed import Baseline, Timing, own_baseline
 from specdec_jax.measure.sweep import show
 from specdec_jax.pairs import LoadedPair
+from specdec_jax.serve.lines import decode_lines
 
 
 def speedup(
@@ -134,7 +134,9 @@ def decode_examples(
     shape = pair.guesses(each.sampling, tree)
     num_nodes = None if shape.is_chain else shape.num_nodes
     parents = () if isinstance(shape, DynamicTree) else shape.parents
-    batches = decode_lines(pair, texts, tree, dataclasses.replace(each, batch_size=1))
-    for text, ((output,), (decoded,)) in zip(texts, batches):
+    outputs = decode_lines(pair, texts, tree, dataclasses.replace(each, batch_size=1))
+    for text, (output, decoded) in zip(texts, outputs):
+      if decoded is None:
+        continue
       rounds = read_rounds(decoded, 0, pair.vocabulary.pieces, parents)
       yield Example(text, output, each.sampling.temperature, shape.depth, rounds, num_nodes)

@@ -23,6 +23,7 @@ from specdec_jax.core.decode import Decoder
 from specdec_jax.core.types import DecodeResult, Params
 from specdec_jax.data.vocabulary import padded
 
+# A text's name, the tokens of its prompt, its random key, and its limit of new tokens.
 NewText = tuple[Hashable, Sequence[int], Key[Array, ""], int]
 
 
@@ -47,13 +48,8 @@ class Slots:
   alone is prefilled alone; several are prefilled together.
 
   Attributes:
-    decoder: decoder of all texts.
-    params: parameters of target and draft.
-    num_slots: number of slots.
     prompt_width: maximum number of tokens of a prompt.
     max_new_tokens: upper bound of the limits of all texts.
-    pad_id: token that pads prompts.
-    has_encoder: whether the target has an encoder.
   """
 
   def __init__(
@@ -78,12 +74,7 @@ class Slots:
     return self._names.count(None)
 
   def add(self, texts: Sequence[NewText]) -> None:
-    """Add texts, at most `num_free`.
-
-    Args:
-      texts: for each text, its name, the tokens of its prompt, its random key, and its limit of new
-        tokens.
-    """
+    """Add at most `num_free` texts."""
     if not texts:
       return
     alone = len(texts) == 1 and self._rows is not None

@@ -46,10 +46,9 @@ def t5x_decode(
     prompt: padded prompts.
     rng: one key per row; only the first key is used.
     max_new_tokens: maximum number of tokens of each row, including EOS.
-    sampling: sampling method, of which only temperature, top_k and top_p apply; not used with
-      beams.
+    sampling: sampling method, of which only temperature, top_k and top_p apply.
     eos_id: token that ends a text; -1 if none does.
-    beams: number of beams of t5x's `beam_search`, whose best text is returned; None for sampling.
+    beams: number of beams of t5x's `beam_search`, whose best text is returned; None to sample.
 
   Returns:
     The texts. t5x does not report its forward passes, so one round per token is recorded.
