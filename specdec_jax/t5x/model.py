@@ -31,7 +31,7 @@ from specdec_jax.core.processors import (
   process,
 )
 from specdec_jax.core.sampling import Sampling, distribution
-from specdec_jax.core.trees import AnyTree, Tree, chain
+from specdec_jax.core.trees import Tree, chain
 from specdec_jax.core.types import AnyArray, Context, DecodeResult, Params, Proposal, Verifier
 from specdec_jax.core.verify.tokens import TokenVerifier
 from specdec_jax.drafts.model import ModelDraft
@@ -102,7 +102,7 @@ class Decoding:
     return Sampling(self.temperature, self.topk, self.topp or 1.0)
 
   @property
-  def tree_of_round(self) -> AnyTree:
+  def tree_of_round(self) -> Tree:
     """Tree of draft tokens."""
     return chain(self.gamma) if self.tree is None else Tree(self.tree)
 
@@ -234,9 +234,9 @@ class SpeculativeModel(models.EncoderDecoderModel):
     num_decodes = defaults.num_decodes if num_decodes is None else num_decodes
     require_count("num_decodes", num_decodes)
     return_all = defaults.return_all_decodes if return_all_decodes is None else return_all_decodes
-    of_call = {"eos_id": self.output_vocabulary.eos_id or 1, "decode_rng": None}
-    of_call |= decoder_params or {}
-    eos_id, decode_rng = of_call.pop("eos_id"), of_call.pop("decode_rng")
+    of_call: dict[str, Any] = dict(decoder_params or {})
+    eos_id = of_call.pop("eos_id", self.output_vocabulary.eos_id or 1)
+    decode_rng = of_call.pop("decode_rng", None)
     known = [field.name for field in dataclasses.fields(Decoding)]
     if unknown := sorted(of_call.keys() - {*known}):
       raise InputError(
@@ -258,8 +258,8 @@ class SpeculativeModel(models.EncoderDecoderModel):
       )
     if DRAFT not in params:
       raise InputError(
-        "The parameters have no 'draft', those of the draft; restore both with t5x.PairCheckpointer,"
-        " or put the tree of the draft next to the target's under that name."
+        "The parameters have no 'draft', those of the draft; restore both with "
+        "t5x.PairCheckpointer, or put the tree of the draft next to the target's under that name."
       )
     both = Params(*core.pop(params, DRAFT))
     source = jnp.asarray(batch["encoder_input_tokens"])
@@ -293,13 +293,14 @@ class SpeculativeModel(models.EncoderDecoderModel):
     steps: int,
     length: int,
     prompt: Int[Array, "B T"] | None,
-  ) -> tuple[Int[Array, "B T"], Float[Array, " B"], dict[str, Array]]:
+  ) -> tuple[Int[Array, "B T"], Float[Array, " B"], dict[str, Any]]:
     """Return outputs of `length` tokens, of which `steps` are new, their scores and counts.
 
     A row of `prompt` has the first tokens of an output, and then zeros.
     """
     num_rows = len(keys)
-    verifier, processors = settings.built_verifier, ()
+    verifier = settings.built_verifier
+    processors: Processors = ()
     if settings.logit_callback_fn is not None:
       processors = (SamplingCallback(settings.logit_callback_fn),)
     options: dict[str, Any] = {"max_new_tokens": steps}
@@ -317,14 +318,12 @@ class SpeculativeModel(models.EncoderDecoderModel):
       verifier.needs_independent_siblings,
     ).with_processors(processors)
     decoder = Decoder(self._target_model, draft, verifier, eos_id, processors)
-    if settings.num_slots is not None and prompt is None:
-      sources, options["num_slots"] = (
-        repeat_rows(source, num_rows // len(source)),
-        settings.num_slots,
-      )
-      decoded = decode_all(decoder, params, sources, keys, **options)
+    count, num_slots = num_rows // len(source), settings.num_slots
+    if num_slots is not None and prompt is None:
+      sources = jnp.repeat(source, count, axis=0)
+      decoded = decode_all(decoder, params, sources, keys, num_slots=num_slots, **options)
     else:
-      decoded = decoder.run(params, source, keys, num_samples=num_rows // len(source), **options)
+      decoded = decoder.run(params, source, keys, num_samples=count, **options)
     # An output is its prompt and the generated tokens.
     new = jnp.arange(length) - num_forced[:, None]
     generated = gather(decoded.tokens, jnp.clip(new, 0, decoded.tokens.shape[1] - 1))
