@@ -242,15 +242,19 @@ def test_terminal_input_is_decoded_line_by_line_without_a_bar(run, monkeypatch, 
   stdin = io.TextIOWrapper(io.BytesIO("\n".join(LINES).encode()), encoding="utf-8")
   monkeypatch.setattr(stdin, "isatty", lambda: True, raising=False)
   monkeypatch.setattr(sys, "stdin", stdin)
-  batches = []
-  decode_lines = translate.decode_lines
-  monkeypatch.setattr(
-    translate,
-    "decode_lines",
-    lambda *args: (batches.append(b) or b for b in decode_lines(*args)),
-  )
+  read, decode_lines, record = [], translate.decode_lines, translate.output_record
+
+  def reading(pair, lines, *args):
+    return decode_lines(pair, (read.append(line) or line for line in lines), *args)
+
+  def record_of_last(index, *args):
+    assert len(read) == index + 1  # no line is read before the output of the one before
+    return record(index, *args)
+
+  monkeypatch.setattr(translate, "decode_lines", reading)
+  monkeypatch.setattr(translate, "output_record", record_of_last)
   result = run(INPUT="-", BATCH_SIZE=batch_size)
-  assert result.lines == targets_own(LINES) and len(batches) == len(LINES)
+  assert result.lines == targets_own(LINES) and len(read) == len(LINES)
   assert "Ctrl-D ends it" in result.said and "decoding" not in result.said
 
 
@@ -292,19 +296,18 @@ def test_output_to_a_file(run):
 
 @pytest.fixture
 def interrupt(run, monkeypatch):
-  """Run the command until a number of groups of lines are written."""
+  """Run the command until a number of lines are written."""
 
-  def call(lines=LINES, groups=1, **macros):
-    record, calls = translate.output_records, []
+  def call(lines=LINES, num_lines=1, **macros):
+    record = translate.output_record
 
-    def fail(*args):
-      calls.append(args)
-      if len(calls) > groups:
+    def fail(index, *args):
+      if index == num_lines:
         raise InputError("interrupted.")
-      return record(*args)
+      return record(index, *args)
 
     with monkeypatch.context() as patch:
-      patch.setattr(translate, "output_records", fail)
+      patch.setattr(translate, "output_record", fail)
       result = run(lines, OUTPUT="out.txt", **macros)
     assert result.status == 2 and "interrupted." in result.err
     return result
@@ -323,10 +326,8 @@ def interrupt(run, monkeypatch):
 def test_interrupted_run_is_resumed(run, interrupt, macros):
   (run.dir / "out.txt").write_text("what was there before\n")
   lines = [*LINES[:2], "", *LINES[2:]]
-  interrupt(lines, **macros)
+  interrupt(lines, num_done := 3, **macros)
   assert (run.dir / "out.txt").read_text() == "what was there before\n"
-  num_done = len((run.dir / "out.txt.part").read_text().splitlines()) - 1
-  assert 0 < num_done < len(lines)
   with (run.dir / "out.txt.part").open("ab") as part:
     part.write("Ein M\u00e4".encode()[:-1])  # a line that was not written completely
   result = run(lines, OUTPUT="out.txt", **macros)
@@ -345,11 +346,10 @@ def test_killed_run_is_resumed(run):
 import os, signal
 from specdec_jax import run
 from specdec_jax.commands import translate
-record, calls = translate.output_records, []
-def record_or_end(*args):
-  calls.append(args)
-  return record(*args) if len(calls) < 2 else os.kill(os.getpid(), signal.SIGKILL)
-translate.output_records = record_or_end
+record = translate.output_record
+def record_or_end(index, *args):
+  return record(index, *args) if index < 2 else os.kill(os.getpid(), signal.SIGKILL)
+translate.output_record = record_or_end
 run.main(["run", "--jax_compilation_cache_dir=", *{arguments(**macros)}])
 """
   killed = subprocess.run([sys.executable, "-c", code], timeout=300, capture_output=True, cwd=".")
@@ -393,7 +393,7 @@ def test_other_file_with_the_name_of_the_part_is_kept(run, decoded):
 
 
 def test_run_that_fails_before_the_first_line_leaves_no_file(run, interrupt):
-  interrupt(groups=0)
+  interrupt(num_lines=0)
   assert os.listdir() == ["in.txt"]
 
 
@@ -406,6 +406,7 @@ def test_json_lines_are_read_and_written(run):
   assert [(r["index"], r["source"]) for r in records] == [*enumerate(sources)]
   own = targets_own([LINES[0], LINES[1]])
   assert [r["output"] for r in records] == [own[0], "", own[1]]
+  assert records[0]["id"] == 7 and "text" not in records[1]  # other fields are kept
   vocabulary = tiny_pair.pair(max_source_tokens=LONGEST).vocabulary
   for record in records:
     assert vocabulary.decode(record["tokens"]) == record["output"]
@@ -445,6 +446,19 @@ def test_input_cannot_be_the_output(run, decoded, name):
   assert result.status == 2 and not decoded
   assert result.err == f"error: {name} is the input and the output; name another output.\n"
   assert (run.dir / "in.txt").read_text() == "A man\n"
+
+
+def test_line_breaks_in_an_output_stay_within_its_line(run, monkeypatch):
+  decode_lines = translate.decode_lines
+
+  def with_breaks(*args):
+    for text, decoded in decode_lines(*args):
+      yield f"{text}\r\nx\ry\nz", decoded
+
+  monkeypatch.setattr(translate, "decode_lines", with_breaks)
+  assert run(LINES, OUTPUT="out.txt").status == 0
+  raw = (run.dir / "out.txt").read_bytes().decode()
+  assert raw.splitlines() == [f"{text} x y z" for text in targets_own(LINES)]
 
 
 def test_output_to_a_pipe(run):
