@@ -78,15 +78,8 @@ def compare_argmax(
 ) -> list[tuple[int, Divergence]]:
   """Compare speculative and autoregressive argmax outputs token by token.
 
-  Args:
-    pair: target and vocabulary.
-    texts: sources.
-    autoregressive: function that decodes without a draft.
-    speculative: function that decodes speculatively.
-    block: number of tokens of a verification pass: gamma + 1, or the number of nodes of a tree.
-    settings: settings of decoding; only batch size, `max_new_tokens` and seed are used.
-    rounding: logit differences that are attributed to rounding.
-    processors: logits processors that both functions apply.
+  A verification pass of `speculative` has `block` tokens: gamma + 1, or the number of nodes of a
+  tree. Both functions apply `processors`.
 
   Returns:
     For each text whose outputs differ, the number of the text, from 1, and the first difference.
@@ -130,7 +123,7 @@ def node_moves(
   times.
 
   Args:
-    pair: target and draft; only the target is used.
+    pair: pair, of which only the target is used.
     prompt: padded prompts [B, P].
     text: outputs of the target [B, T].
     lengths: number of tokens of each output [B].
@@ -169,16 +162,9 @@ def _node_moves(
 ) -> tuple[Array, Array]:
   """Return the largest difference of a logit at each node of each path, and the logits' range.
 
-  Args:
-    target: the target.
-    tree: tree of the verification pass.
-    params: parameters of the target.
-    prompt: padded prompts [B, P].
-    text: outputs of the target [B, T + D].
-    start: [B], number of tokens of the text before the pass.
-    following: [B, D], next tokens of the text, from `start` on.
-    plan: [B], index of the plan (`paths.Plans`) of each row.
-    paths: [B, leaves, D], nodes below the root on the path to each leaf.
+  `text` has D tokens of padding at its end. A pass begins after `start` [B] tokens of it, and
+  `following` [B, D] are the next ones. `plan` [B] is the index of each row's plan, and `paths`
+  [B, leaves, D] are the nodes below the root on the path to each leaf.
 
   Returns:
     Two arrays [leaves, B, D + 1]. The first node of each path is the root. A path may be shorter

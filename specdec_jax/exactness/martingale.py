@@ -169,12 +169,9 @@ def token_drift(scores: Scores, kind: str) -> Drift:
 
 
 def drifts(scored: RoundScores, count: int) -> dict[str, list[Drift]]:
-  """Return the drifts of one setting by name.
+  """Return the drifts of one setting by name, per position or for all positions.
 
-  Acceptance, ranks of guesses and ranks of next tokens have one drift per position. Ranks of next
-  tokens have one more drift, for bonus tokens. Each of the other lists has a single drift, which
-  covers all positions.
-
+  Ranks of next tokens have one more drift, for bonus tokens.
   `count` is the number of positions in a round (`round_scores.positions`), gamma for a chain.
   """
   at = [scored.at(i) for i in range(count)]

@@ -182,17 +182,10 @@ def score_rounds(
 ) -> RoundScores:
   """Decode texts until `num_guesses` guesses have been verified, and return the scores of rounds.
 
-  Texts are decoded repeatedly if necessary.
-
-  Args:
-    pair: target and draft; the target computes p, in one forward pass over the decoded text.
-    texts: sources.
-    decode: see `recorded`.
-    settings: settings of decoding. The recorded q take 4 V W bytes for each token of a batch, with
-      a vocabulary of V tokens and W children per node.
-    num_guesses: minimum number of guesses. The decision to stop depends on earlier rounds only, so
-      the means of the scores stay 0.
-    processors: logits processors that `decode` applies. They also apply to p.
+  Texts are decoded repeatedly if necessary. The decision to stop depends on earlier rounds only, so
+  the means of the scores stay 0. The recorded q take 4 V W bytes for each token of a batch, with a
+  vocabulary of V tokens and W children per node. `decode` comes from `recorded`, with the same
+  logits processors, which also apply to p.
   """
   prompts, parts, count, first = pair.prompt(texts), [], 0, 0
   batch_size = settings.batch_size
@@ -222,8 +215,8 @@ def _scores(
 ) -> tuple[Array, RoundScores]:
   """Return which guesses were verified, and their scores, all with shape [B, T, W].
 
-  A bonus token has no guess; its scores are those of a first child that does not exist. This child
-  counts as verified. Entries past the end of a row are arbitrary.
+  A bonus token has no guess; its scores are those of a first child that does not exist. Entries
+  past the end of a row are arbitrary.
   """
   target, limit = pair.target, settings.max_new_tokens
   exists, visited, probability, drawn = _outcomes(

@@ -88,16 +88,9 @@ def compare_samples(
 ) -> Comparison:
   """Compare the first tokens of many outputs with the target's exact joint distribution.
 
-  Args:
-    pair: target and draft; the target computes the exact probabilities.
-    texts: sources.
-    decode: function of (prompt, keys, *, max_new_tokens) whose outputs are compared.
-    settings: settings of decoding; `max_new_tokens` is the number of tokens that are compared.
-    samples_per_text: number of outputs sampled for each text.
-    cells: result of `cells_of` for the same arguments, which several comparisons can share; None
-      to compute it here.
-    processors: logits processors that `decode` applies. They also apply to the exact
-      probabilities.
+  `settings.max_new_tokens` tokens of `samples_per_text` outputs per text are compared. Several
+  comparisons can share `cells`, the result of `cells_of` for the same arguments. `processors` are
+  the logits processors that `decode` applies.
   """
   total, eos_id = Comparison(), pair.vocabulary.eos_id
   sampling, batch_size = settings.sampling, settings.batch_size
@@ -155,7 +148,7 @@ def cut_into_cells(
     next_probs: function that takes n prefixes of equal length and returns the probabilities [n, V]
       of the next token.
     num_samples: number of outputs that will be counted.
-    num_tokens: number of first tokens, including EOS; shorter outputs end with `eos_id`.
+    num_tokens: number of first tokens, EOS included.
     eos_id: token that ends an output.
   """
   cells: dict[Prefix, float] = {(): 1.0}
@@ -177,10 +170,7 @@ def cut_into_cells(
 def compare(cells: Cells, texts: Sequence[Prefix], num_impossible: int = 0) -> Comparison:
   """Compare the counts of sampled outputs with the probabilities of cells.
 
-  Args:
-    cells: result of `cut_into_cells`.
-    texts: sampled outputs, with at most `num_tokens` tokens (see `cut_into_cells`).
-    num_impossible: number of sampled outputs with probability 0.
+  Of the outputs in `texts`, `num_impossible` have probability 0.
   """
   counts = dict.fromkeys(cells, 0)
   for text in texts:
