@@ -464,24 +464,17 @@ def test_cells_cover_all_probability():
     assert p * 1000 >= 5 - 1e-9
 
 
-def test_text_is_counted_in_its_longest_prefix():
+def test_texts_are_counted_in_their_longest_prefix_and_small_cells_are_merged():
   cells = {(): 0.2, (3,): 0.3, (3, 4): 0.1, (5,): 0.4}
   texts = [(3, 4)] * 10 + [(3, 9)] * 30 + [(5, 3)] * 40 + [(7, 7)] * 20
   exact = compare(cells, texts)
   assert exact == Comparison(0.0, 3, 100, 4, 0) and exact.p_value == 1
   assert compare(cells, texts[10:] + [(7, 7)] * 10).statistic == pytest.approx(10 + 100 / 20)
-
-
-def test_small_cells_are_merged():
   cells = {(): 0.01, (3,): 0.02, (4,): 0.03, (5,): 0.94}
-  texts = [(5,)] * 94 + [(4,)] * 6
-  assert compare(cells, texts) == Comparison(0.0, 1, 100, 2, 0)
+  assert compare(cells, [(5,)] * 94 + [(4,)] * 6) == Comparison(0.0, 1, 100, 2, 0)
   # They are too small alone, so the next larger cell is merged with them.
   assert compare({(): 0.01, (3,): 0.99}, [(3,)] * 100).degrees == 0
-
-
-def test_impossible_text_is_a_fault():
-  assert Comparison(0.0, 3, 100, 4, 1).p_value == 0
+  assert Comparison(0.0, 3, 100, 4, 1).p_value == 0  # an impossible text is a fault
 
 
 # The command.
