@@ -24,11 +24,11 @@ from specdec_jax.generate import Pair
 from specdec_jax.serve import app
 from specdec_jax.serve import service as service_module
 from specdec_jax.serve.app import Server
-from specdec_jax.serve.engine import Closed, Engine, Limits, Text
+from specdec_jax.serve.engine import Closed, Engine, Limits
 from specdec_jax.serve.protocol import EXTRA_FIELDS
 from specdec_jax.serve.server import serve
 from specdec_jax.serve.service import Service
-from specdec_jax.serve.slots import Progress, Slots
+from specdec_jax.serve.slots import Slots, Text
 
 pytestmark = pytest.mark.slow
 
@@ -414,17 +414,19 @@ class FakeSlots:
   def __init__(self, decoder):
     self.left = {}
 
-  def add(self, rows):
-    self.left |= {name: limit for name, _, _, limit in rows}
-    self.added += [name.prompt for name, _, _, _ in rows]
+  def add(self, texts):
+    self.left |= {text: text.limit for text in texts}
+    self.added += [text.prompt for text in texts]
 
   def step(self, max_rounds):
     if 0 in self.left.values():
       raise ValueError("limit 0")
-    self.left = {name: left - 1 for name, left in self.left.items()}
-    found = [Progress(name, left, not left) for name, left in self.left.items()]
-    self.left = {name: left for name, left in self.left.items() if left}
-    return found
+    self.left = {text: left - 1 for text, left in self.left.items()}
+    for text, left in self.left.items():
+      text.report(left, not left)
+    ended = [text for text, left in self.left.items() if not left]
+    self.left = {text: left for text, left in self.left.items() if left}
+    return ended
 
 
 def engine_of(texts, **limits):

@@ -20,9 +20,10 @@ from specdec_jax.core.types import DecodeResult
 from specdec_jax.data.vocabulary import padded
 from specdec_jax.errors import InputError
 from specdec_jax.generate import Output, Run, sample_keys
-from specdec_jax.serve.engine import Closed, Text
+from specdec_jax.serve.engine import Closed
 from specdec_jax.serve.protocol import CompletionRequest, RequestError, input_errors
 from specdec_jax.serve.service import Service
+from specdec_jax.serve.slots import Text
 
 _LOWEST = -9999.0  # replaces -inf, the logarithm of 0, which JSON cannot represent
 
