@@ -26,7 +26,7 @@ import dataclasses
 import functools
 import pathlib
 from collections.abc import Callable
-from typing import Any, Literal
+from typing import Any
 
 from specdec_jax.checkpoints.folder import load_model, save_model
 from specdec_jax.checkpoints.load import load_params, open_checkpoint
@@ -240,7 +240,6 @@ def train_speculator(
   divergence: Divergence = "forward_kl",
   stride: int = 4,
   start: str | None = None,
-  extra_ids: int | Literal["auto"] = "auto",
 ) -> None:
   """Train a learned draft head on the hidden states of the frozen target and save it.
 
@@ -255,15 +254,14 @@ def train_speculator(
     start: folder of a model of the head's width, such as a draft of the pair. Training starts from
       the parameters of this model that fit the head (`train.speculators.warm_start`). None to
       start from random parameters.
-    extra_ids: see `pairs.load_pair`.
 
   Raises:
     InputError: `stride` is less than 1, or the model in `start` does not fit the head.
   """
   require_count("stride", stride)
   opened = open_checkpoint(target)
-  tokens = model_tokens(opened)
-  words = open_vocabulary_of_model(vocabulary, opened.config.vocab_size, extra_ids, tokens)
+  size, tokens = opened.config.vocab_size, model_tokens(opened)
+  words = open_vocabulary_of_model(vocabulary, size, tokens=tokens)
   teacher = open_teacher(target, words, settings.model_parallel)
   head_config = config(teacher.config)  # an invalid one raises before the texts are generated
   path = _distillation_path(distillation_data, work_dir)
