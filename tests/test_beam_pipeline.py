@@ -149,11 +149,11 @@ def test_worker_processes_of_the_command_write_the_same_outputs(finished, tmp_pa
     "TEMPERATURE": SAMPLING.temperature,
     "BATCH_SIZE": BATCH,
     "MAX_NEW_TOKENS": LIMIT,
-    "pairs.load_pair.target": str(model / "target"),
-    "pairs.load_pair.draft": str(model / "near"),
-    "pairs.load_pair.vocabulary": str(model / "vocabulary.model"),
-    "pairs.load_pair.task": "tiny",
-    "pairs.load_pair.max_source_tokens": WIDTH,
+    "load.load_pair.target": str(model / "target"),
+    "load.load_pair.draft": str(model / "near"),
+    "load.load_pair.vocabulary": str(model / "vocabulary.model"),
+    "load.load_pair.task": "tiny",
+    "load.load_pair.max_source_tokens": WIDTH,
   }
   monkeypatch.setenv("PYTHONPATH", str(HERE.parent))
   try:

@@ -363,7 +363,7 @@ def test_settings_that_a_calibration_depends_on():
     return json.dumps(cache_key(pair, texts, dataclasses.replace(SETTINGS, **changes), branching))
 
   assert on() == on() == on(texts=TEXTS[1:])
-  trained = jax.tree.map(lambda x: x * 1.01, pair.target_params)
+  trained = jax.tree.map(lambda x: x * 1.01, pair.target.params)
   others = [
     on(pair=pair._replace(target_params=trained)),
     on(pair=other),
@@ -380,7 +380,7 @@ def test_gamma_0_decodes_autoregressively():
   _, decoded = zip(*decode_lines(pair, TEXTS, chain(0), DecodeSettings(sampling, 4, 12, seed=3)))
   settings = dict(max_new_tokens=12, sampling=sampling)
   own = autoregressive_decode(
-    pair.target, pair.target_params, pair.prompt(TEXTS), row_keys(3, 0, 4), **settings
+    pair.target.model, pair.target.params, pair.prompt(TEXTS), row_keys(3, 0, 4), **settings
   )
   np.testing.assert_array_equal([row.tokens[0] for row in decoded], own.tokens)
   assert decoded[0].rounds.guesses.shape[-1] == 0

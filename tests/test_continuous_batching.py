@@ -164,7 +164,7 @@ def test_samples_of_one_source_share_its_keys_and_values():
 
 @pytest.mark.slow
 def test_generate_has_the_same_outputs_in_slots():
-  pair = Pair(*tiny_pair.pair(max_source_tokens=32))
+  pair = tiny_pair.pair(max_source_tokens=32)
   texts = [*tiny_pair.SENTENCES[:7], "", tiny_pair.SENTENCES[8]]
   settings = dict(temperature=1.0, gamma=2, max_new_tokens=12, logprobs=True, seed=3)
   settings |= dict(no_repeat_ngram_size=2)

@@ -178,10 +178,10 @@ JUDGES = {
 def with_rule(verifier, change=lambda proposal: proposal, gamma=GAMMA):
   """Decode speculatively with this verifier and with a draft whose proposals are changed."""
   pair = tiny_pair.pair()
-  draft = pair.draft(verifier.sampling, chain(gamma))
+  draft = pair.draft.build(verifier.sampling, chain(gamma))
   draft = tiny.ChangedDraft(draft, lambda params, proposal: change(proposal))
-  params = pair.target_params, pair.draft_params
-  return functools.partial(speculative_decode, pair.target, draft, *params, verifier=verifier)
+  params = pair.target.params, pair.draft.params
+  return functools.partial(speculative_decode, pair.target.model, draft, *params, verifier=verifier)
 
 
 class Telling(tiny.ChangedDraft):
@@ -208,9 +208,9 @@ def of_any_judge(sampling):
   def judge(*args):
     return jax.lax.switch(told[0], [*JUDGES.values()], *args)
 
-  draft = Telling(tiny_pair.pair().draft(sampling, chain(GAMMA)), None)
+  draft = Telling(tiny_pair.pair().draft.build(sampling, chain(GAMMA)), None)
   return functools.partial(
-    speculative_decode, tiny_pair.pair().target, draft, verifier=JudgedBy(sampling, judge)
+    speculative_decode, tiny_pair.pair().target.model, draft, verifier=JudgedBy(sampling, judge)
   )
 
 
@@ -218,14 +218,14 @@ def with_target(change):
   """Return a pair whose target's `extend` is `change`, a function of (model, params, cache,
   *block)."""
   pair = tiny_pair.pair()
-  return pair._replace(target=tiny.ChangedModel(pair.target, change))
+  return pair._replace(target=tiny.ChangedModel(pair.target.model, change))
 
 
 @pytest.mark.parametrize("fault", JUDGES)
 def test_verification_faults_are_detected(fault):
   sampling = SAMPLINGS["temperature 1"]
   pair = tiny_pair.pair()
-  params = pair.target_params, (pair.draft_params, [*JUDGES].index(fault))
+  params = pair.target.params, (pair.draft.params, [*JUDGES].index(fault))
   decode = functools.partial(of_any_judge(sampling), *params)
   joint = sampled(sampling=sampling, decode=decode)
   assert (joint.p_value > LEVEL) == (fault == "none"), (fault, joint)
@@ -233,7 +233,7 @@ def test_verification_faults_are_detected(fault):
 
 def test_dropped_bonus_token_is_detected():
   """The output is correct, so only the number of rounds shows it."""
-  pair = tiny_pair.pair()._replace(verifier=lambda sampling: JudgedBy(sampling, drops_bonus))
+  pair = dataclasses.replace(tiny_pair.pair(), verifier=lambda sampling: JudgedBy(sampling, drops_bonus))
   rounds, fewest = rounds_of_self_draft(pair, TEXTS, chain(GAMMA), 4, 12)
   assert rounds > 1.2 * fewest
 
@@ -253,8 +253,8 @@ def test_random_numbers_shared_by_draft_and_verifier_are_detected():
       return Proposal(guesses.astype(jnp.int32), q), state
 
   pair, judge = tiny_pair.pair(), judge_with(accept=lambda u, q, p: left[0] * q < p)
-  draft = Leaving(pair.draft(sampling, chain(1)), None)
-  models = pair.target, draft, pair.target_params, pair.draft_params
+  draft = Leaving(pair.draft.build(sampling, chain(1)), None)
+  models = pair.target.model, draft, pair.target.params, pair.draft.params
   decode = functools.partial(speculative_decode, *models, verifier=JudgedBy(sampling, judge))
   assert sampled(sampling=sampling, decode=decode).p_value < LEVEL
 
@@ -277,7 +277,7 @@ def forgetful(proposal, temperature):
 
 def test_top_k_on_one_side_only_is_detected():
   pair, sampling = tiny_pair.pair(), SAMPLINGS["top-p"]
-  models = pair.target, pair.draft(sampling, chain(GAMMA)), pair.target_params, pair.draft_params
+  models = pair.target.model, pair.draft.build(sampling, chain(GAMMA)), pair.target.params, pair.draft.params
   plainly = TokenVerifier(Sampling(sampling.temperature))
   decode = functools.partial(speculative_decode, *models, verifier=plainly)
   joint = sampled(sampling=sampling, decode=decode)
@@ -330,7 +330,7 @@ def off_tree(target):
 
 @pytest.mark.parametrize("fault", ["mask", "commit"])
 def test_tree_faults_are_detected_at_temperature_0(fault):
-  own = tiny_pair.pair().target
+  own = tiny_pair.pair().target.model
   changed = tiny.ChangedModel(own, sees_cousins)
   backwards = Backwards(own, lambda model, *block: model.extend(*block))
   too_many, faults = off_tree({"mask": changed, "commit": backwards}[fault])
@@ -368,7 +368,7 @@ def test_first_difference_is_located():
   other = plain.copy()
   other[2, 4:] = (plain[2, 4:] + 1) % 60
   (found,) = first_divergences(
-    *(pair.target, pair.target_params, prompt, plain, other, GAMMA + 1, Rounding(1e-3))
+    *(pair.target.model, pair.target.params, prompt, plain, other, GAMMA + 1, Rounding(1e-3))
   )
   assert (found.row, found.position, found.autoregressive, found.speculative) == (
     *(2, 4),
@@ -538,7 +538,7 @@ def test_correct_pair_passes(capsys):
 
 
 def test_trees_are_checked_and_a_verifier_without_scored_rounds_is_named(capsys):
-  pair = tiny_pair.pair()._replace(verifier=BlockVerifier)
+  pair = dataclasses.replace(tiny_pair.pair(), verifier=BlockVerifier)
   check(pair=pair, gammas=(), trees=[(0, 0, 1)], num_texts=1)
   rows, notes = report(capsys)
   assert [row[:2] for row in rows] == [["ok", c] for c in ("logits", "outputs", *["samples"] * 2)]
@@ -562,7 +562,7 @@ def test_fault_is_printed_and_exits_with_status_1(capsys):
 
   forgets_top_k.__name__ = "TokenVerifier"  # the verifier by which its rounds are scored
   with pytest.raises(SystemExit) as ended:
-    check(pair=tiny_pair.pair()._replace(verifier=forgets_top_k), samplings=[Sampling(top_k=10)])
+    check(pair=dataclasses.replace(tiny_pair.pair(), verifier=forgets_top_k), samplings=[Sampling(top_k=10)])
   assert ended.value.code == 1
   row = next(row for row in report(capsys)[0] if row[1] == "samples")
   assert row[:4] == ["FAIL", "samples", "temperature 1 top-k 10, gamma 2, batch 4", "p = 0"]
@@ -610,7 +610,7 @@ def test_samples_that_are_too_few_to_count_are_not_checked(capsys):
     ({"dynamic": [(1, 2)]}, "number of a tree's guesses is 0"),
     ({"trees": [()]}, "number of a tree's guesses is 0"),
     ({"trees": [(1,)]}, "level order"),
-    ({"pair": tiny_pair.pair()._replace(verifier=TypicalVerifier)}, "TypicalVerifier is lossy"),
+    ({"pair": dataclasses.replace(tiny_pair.pair(), verifier=TypicalVerifier)}, "TypicalVerifier is lossy"),
     ({"level": 0.0}, "level is 0.0"),
     ({"samples_per_text": 0}, "samples_per_text is 0"),
     ({"batch_sizes": [0]}, "batch_size is 0"),

@@ -99,7 +99,7 @@ def table_pair(noise: float, ends: bool = False, change=lambda proposal: proposa
 def judged(
   pair, sampling=COLD, num_guesses=30_000, verifier=TokenVerifier, tree=CHAIN, rows=512, limit=64
 ) -> RoundScores:
-  decode = round_scores.recorded(pair._replace(verifier=verifier), sampling, tree)
+  decode = round_scores.recorded(dataclasses.replace(pair, verifier=verifier), sampling, tree)
   settings = DecodeSettings(sampling, rows, limit)
   return round_scores.score_rounds(pair, tiny_pair.SENTENCES, decode, settings, num_guesses)
 
@@ -170,7 +170,7 @@ def test_guesses_are_scored_by_the_distributions_of_their_own_round(tree):
   result, _ = decode(prompt, keys, max_new_tokens=limit)
   own = pair.decode_fn(sampling, tree)(prompt, keys, max_new_tokens=limit)
   jax.tree.map(np.testing.assert_array_equal, result, own)
-  p, q = (np.exp(np.float64(x)) for x in (pair.target_params, pair.draft_params))
+  p, q = (np.exp(np.float64(x)) for x in (pair.target.params, pair.draft.params))
   p, q = (x / x.sum(axis=1, keepdims=True) for x in (p, q))
 
   def score(probs, x):

@@ -40,7 +40,7 @@ WAIT = 60  # seconds until a test gives up
 
 
 def own_pair():
-  return Pair(*tiny_pair.pair(max_source_tokens=64))
+  return tiny_pair.pair(max_source_tokens=64)
 
 
 class Running:

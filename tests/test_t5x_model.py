@@ -17,6 +17,7 @@ import pytest
 import tiny
 import tiny_pair
 from flax import core
+from specdec_jax.load import load_pair, random_pair
 from tiny import autoregressive_decode, speculative_decode
 
 from specdec_jax.core.sampling import Sampling, row_keys
@@ -32,7 +33,6 @@ from specdec_jax.measure import records
 from specdec_jax.measure.speed import own_baseline
 from specdec_jax.models.sizes import t5_config
 from specdec_jax.models.t5 import T5Model
-from specdec_jax.pairs import load_pair, random_pair
 from specdec_jax.run import main
 
 models = pytest.importorskip("t5x.models", reason="t5x is not installed: see docs/t5x.md")
@@ -440,7 +440,7 @@ def test_baseline_equals_autoregressive_decoding():
 def test_speed_is_measured_against_t5x(tmp_path):
   """Run the gin files at temperature 0, where the outputs are those of t5x."""
   settings = {
-    **{f"pairs.load_pair.{part}": str(tiny_pair.folder() / name) for part, name in PAIR.items()},
+    **{f"load.load_pair.{part}": str(tiny_pair.folder() / name) for part, name in PAIR.items()},
     "TEMPERATURES": (0.0,),
     "GAMMAS": (2,),
     "MAX_NEW_TOKENS": 12,

@@ -14,6 +14,7 @@ import tiny
 import tiny_pair
 from jax.experimental.compilation_cache import compilation_cache
 from scipy import special
+from specdec_jax.load import load_pair
 
 from specdec_jax.checkpoints.folder import load_model, save_model
 from specdec_jax.commands import train as commands
@@ -23,7 +24,6 @@ from specdec_jax.data.vocabularies import open_vocabulary
 from specdec_jax.data.vocabulary import padded
 from specdec_jax.errors import InputError
 from specdec_jax.models.families import model_of, module_of
-from specdec_jax.pairs import load_pair
 from specdec_jax.train import distillation, trainer
 from specdec_jax.train.batches import (
   BUCKETS,
@@ -384,7 +384,7 @@ def test_model_outputs_are_in_the_order_of_the_sources(monkeypatch):
   pair = tiny_pair.pair()
   texts = [tiny_pair.SENTENCES[i][:n] for i, n in ((0, 3), (30, 9), (60, 5), (90, 12), (7, 1))]
   sources = [pair.encode(text) for text in texts]
-  decode = functools.partial(model_outputs, pair.target, pair.target_params)
+  decode = functools.partial(model_outputs, pair.target.model, pair.target.params)
   outputs = decode(sources)
   assert len({tuple(row) for row in outputs}) > 2
   assert all(len(row) == 96 or row[-1] == 1 for row in outputs)
@@ -497,7 +497,7 @@ def test_draft_is_trained_on_references_samples_and_spliced_sources(tmp_path, mo
   assert text.sources == [*sources] * 3 + [*new] and text.targets[: len(texts)] == [*references]
   assert text.targets[18:36] != text.targets[36:54]  # sampled with different seeds
   assert len(text.targets) == len(text.teacher) == 57
-  argmax = model_outputs(pair.target, pair.target_params, valid.sources)
+  argmax = model_outputs(pair.target.model, pair.target.params, valid.sources)
   assert valid.targets == argmax and valid.teacher is None
 
 
@@ -580,8 +580,8 @@ def test_on_policy_data_is_sampled_by_the_draft_and_labelled_by_the_target(tmp_p
   )
   sampled = model_outputs(model_of(config), params, text.sources[8:], 1, sampling=Sampling())
   assert text.targets[8:] == sampled
-  target_params = tiny_pair.pair().target_params
-  want = teacher_topk(tiny_pair.pair().target.config, target_params, text)
+  target_params = tiny_pair.pair().target.params
+  want = teacher_topk(tiny_pair.pair().target.model.config, target_params, text)
   np.testing.assert_allclose(text.teacher[-1][1], want[-1][1], atol=2e-3)
   assert jax.tree.map(np.shape, init) == jax.tree.map(np.shape, params)
   with pytest.raises(InputError, match="name its folder as start"):

@@ -37,13 +37,13 @@ LIMIT = 12  # tokens of a translation
 def arguments(**macros):
   """Return the command line with the tiny pair; lower-case keys name its parts."""
   settings = {
-    "pairs.load_pair.max_source_tokens": LONGEST,
+    "load.load_pair.max_source_tokens": LONGEST,
     "translate.translate.max_new_tokens": LIMIT,
     "GAMMA": 3,
   }
   parts = dict(target="target", draft="near", vocabulary="vocabulary.model")
   for part, name in parts.items():
-    settings[f"pairs.load_pair.{part}"] = str(tiny_pair.folder() / macros.pop(part, name))
+    settings[f"load.load_pair.{part}"] = str(tiny_pair.folder() / macros.pop(part, name))
   flags = [f"--gin.{name}={value!r}" for name, value in {**settings, **macros}.items()]
   return ["--gin_file=gin/runs/translate.gin", *flags]
 
@@ -83,8 +83,8 @@ def targets_own(lines):
   texts = []
   for line in lines:
     decoded = autoregressive_decode(
-      pair.target,
-      pair.target_params,
+      pair.target.model,
+      pair.target.params,
       pair.prompt([line]),
       row_keys(0, 0, 1),
       max_new_tokens=LIMIT,

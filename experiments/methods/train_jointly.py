@@ -66,7 +66,7 @@ def train_jointly(
     config: function from the configuration of the target to the configuration of the head.
     settings: number of epochs, learning rate of the head, sharding and other settings of training.
     vocabulary: vocabulary file of both.
-    target: checkpoint of the original target, in any format that `pairs.load_pair` reads.
+    target: checkpoint of the original target, in any format that `load.load_pair` reads.
     output: folder for the new target (`target`) and its head (`speculator`), in bfloat16.
     work_dir: folder for checkpoints and metrics of this run.
     start: folder of a head that `train_speculator` trained for the original target with the same

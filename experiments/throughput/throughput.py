@@ -9,6 +9,7 @@ from collections.abc import Iterable, Sequence
 
 import numpy as np
 from rich.console import Console
+from specdec_jax.pair import Pair
 
 from specdec_jax.core.counts import acceptance_rate, num_rounds, num_tokens
 from specdec_jax.core.loading import DecodeSettings
@@ -27,12 +28,11 @@ from specdec_jax.measure.reporting.tables import (
   Table,
 )
 from specdec_jax.measure.timing import interleaved_seconds, ratio_range, timed
-from specdec_jax.pairs import LoadedPair
 from specdec_jax.serve.lines import decode_lines
 
 
 def measure_throughput(
-  pair: LoadedPair,
+  pair: Pair,
   inputs: Sequence[str],
   output_dir: str,
   batch_sizes: Sequence[int] = (8, 32),
@@ -82,7 +82,7 @@ def measure_throughput(
 
 def _measured(
   setting: records.Record,
-  pair: LoadedPair,
+  pair: Pair,
   texts: Sequence[str],
   tree: AnyTree,
   settings: DecodeSettings,

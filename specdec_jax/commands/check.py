@@ -13,11 +13,11 @@ from specdec_jax.errors import InputError, require_count, require_seed
 from specdec_jax.exactness.checker import Checker, Row, Setting, pooled_rows, rounds_row
 from specdec_jax.exactness.martingale import RoundScores
 from specdec_jax.measure.progress import Progress
-from specdec_jax.pairs import LoadedPair, verifier_name
+from specdec_jax.pair import Pair
 
 
 def check_exactness(
-  pair: LoadedPair,
+  pair: Pair,
   texts: Sequence[str],
   samplings: Sequence[Sampling],
   gammas: Sequence[int] = (3, 7),
@@ -58,7 +58,7 @@ def check_exactness(
   are used for smaller batches and for the target as its own draft.
 
   Args:
-    pair: target and draft; see `pairs.load_pair`.
+    pair: target and draft; see `load.load_pair`.
     texts: sources.
     samplings: sampling methods to check.
     gammas: gamma of each chain.
@@ -95,8 +95,8 @@ def check_exactness(
     )
   if not all(pair.verifier(sampling).exact for sampling in samplings):
     raise InputError(
-      f"{verifier_name(pair.verifier)} is lossy here: its output is not the target's own, so there "
-      "is nothing to check; give an exact verifier as pairs.load_pair.verifier."
+      f"{pair.verifier_name} is lossy here: its output is not the target's own, so there "
+      "is nothing to check; give an exact verifier as load.load_pair.verifier."
     )
   counts = dict(num_texts=num_texts, samples_per_text=samples_per_text, num_tokens=num_tokens)
   counts |= dict(max_new_tokens=max_new_tokens, num_guesses=num_guesses)
@@ -124,7 +124,7 @@ def check_exactness(
     samples += [Setting(sampling, tree, check.batch_size) for tree in (chain(0), *shapes[1:])]
     samples += [Setting(sampling, shapes[0], size) for size in smaller]
   # The exact distributions in rounds are known only if draft tokens are verified one by one.
-  by_tokens = verifier_name(pair.verifier) == TokenVerifier.__name__
+  by_tokens = pair.verifier_name == TokenVerifier.__name__
   rounds: list[Setting] = []
   if by_tokens and fixed:
     rounds = [Setting(sampling, fixed[0], 32) for sampling in sampled]
@@ -169,7 +169,7 @@ def check_exactness(
     for setting in bar.track(samples, description="checking samples"):
       report(check.samples(setting, num_texts, samples_per_text, num_tokens, seed, setting_level))
   if sampled and (changing or not rounds):
-    unscored = "dynamic trees" if by_tokens else verifier_name(pair.verifier)
+    unscored = "dynamic trees" if by_tokens else pair.verifier_name
     console.print(f"For {unscored}, outputs were checked, but not rounds.")
   where = f"{pair.dtype} on {jax.devices()[0].platform}"
   console.print(f"{sum(passed)} of {len(passed)} checks hold, in {where}.")

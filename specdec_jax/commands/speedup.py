@@ -18,12 +18,12 @@ from specdec_jax.measure.reporting.rounds import read_rounds
 from specdec_jax.measure.reporting.stepper import Example
 from specdec_jax.measure.speed import Baseline, Timing, own_baseline
 from specdec_jax.measure.sweep import show
-from specdec_jax.pairs import LoadedPair
+from specdec_jax.pair import Pair
 from specdec_jax.serve.lines import decode_lines
 
 
 def speedup(
-  pair: LoadedPair,
+  pair: Pair,
   texts: Sequence[str],
   output_dir: str,
   gammas: Sequence[int | Literal["auto"]] | Literal["auto"] = (3, 5, 7),
@@ -35,14 +35,14 @@ def speedup(
   seed: int = 0,
   lenience: float = 1.0,
   report_examples: int = 4,
-  baseline: Callable[[LoadedPair], Baseline] = own_baseline,
+  baseline: Callable[[Pair], Baseline] = own_baseline,
   references: str | Sequence[str] | None = None,
   metric: str = "BLEU",
 ) -> None:
   """Measure the speedup on texts, print a table, and write `results.jsonl` and `report.html`.
 
   Args:
-    pair: target and draft; see `pairs.load_pair`.
+    pair: target and draft; see `load.load_pair`.
     texts: sources.
     output_dir: folder for both files. Settings that are already recorded in the folder are not
       measured again.
@@ -84,7 +84,7 @@ def speedup(
 
 
 def show_speedup(
-  pair: LoadedPair,
+  pair: Pair,
   texts: Sequence[str],
   results: str,
   settings: Sequence[DecodeSettings],
@@ -114,7 +114,7 @@ def show_speedup(
 
 
 def decode_examples(
-  pair: LoadedPair,
+  pair: Pair,
   texts: Sequence[str],
   settings: Iterable[DecodeSettings],
   trees: Sequence[AnyTree],

@@ -11,7 +11,7 @@ saved in bfloat16. Their common arguments:
   config: configuration of the model, including the dropout rate for training.
   settings: number of epochs, learning rate, sharding and other settings of training.
   vocabulary: vocabulary file of all models.
-  target: checkpoint of the target, in any format that `pairs.load_pair` reads.
+  target: checkpoint of the target, in any format that `load.load_pair` reads.
   output: folder for the trained model.
   work_dir: folder for checkpoints and metrics of this run.
   samples: number of outputs sampled from the target at temperature 1 for each source.
@@ -38,9 +38,9 @@ from specdec_jax.data.vocabulary import PAD_ID, ModelTokens, Vocabulary
 from specdec_jax.data.word_pieces import train_word_pieces
 from specdec_jax.drafts.heads import SpeculatorConfig
 from specdec_jax.errors import InputError, require_count
+from specdec_jax.load import model_tokens
 from specdec_jax.models.families import Config, model_of
 from specdec_jax.models.partitioning import make_mesh, param_shardings
-from specdec_jax.pairs.load import model_tokens
 from specdec_jax.train.distillation import (
   model_outputs,
   open_teacher,
@@ -87,7 +87,7 @@ def train_target(
       decoder-only model, name of the file of validation texts.
     config: configuration of the model, including the dropout rate for training; with `start`, for
       example `config_of`.
-    start: checkpoint with the same configuration, in any format that `pairs.load_pair` reads.
+    start: checkpoint with the same configuration, in any format that `load.load_pair` reads.
       Training starts from its parameters. None to start from random parameters.
     max_source_tokens: number of tokens to which longer sources are truncated, EOS included. None to
       leave out pairs that are too long (`batches.epoch_batches`).
@@ -182,7 +182,7 @@ def train_draft(
       target samples the outputs, once.
     distillation_data: see the module; None with `on_policy`.
     after: folder of another draft, whose tokens are tried first in a tree of both drafts
-      (`pairs.forest_draft`). The draft is then trained where that draft is rejected
+      (`composed.forest_draft`). The draft is then trained where that draft is rejected
       (`distillation.residual_labels`).
 
   Raises:

@@ -17,8 +17,8 @@ from typing import IO, Any, Literal
 import jax
 from rich.console import Console
 
-from specdec_jax.atomic_files import atomic_write
 from specdec_jax.beams import BeamSearcher
+from specdec_jax.core.atomic_files import atomic_write
 from specdec_jax.core.generation_config import GenerationConfig
 from specdec_jax.core.loading import DecodeSettings
 from specdec_jax.core.sampling import Sampling
@@ -27,7 +27,7 @@ from specdec_jax.data.text import read_sources, read_stdin_lines
 from specdec_jax.errors import InputError, require_count, require_seed
 from specdec_jax.measure.calibrate import params_digest, resolve_tree
 from specdec_jax.measure.progress import Progress
-from specdec_jax.pairs import LoadedPair, verifier_name
+from specdec_jax.pair import Pair
 from specdec_jax.serve.lines import count_records, decode_lines, output_record
 
 # A warning is printed if more than this share of a line's letters are in single-letter pieces. With
@@ -37,7 +37,7 @@ MAX_SINGLE_LETTER_SHARE = 0.4
 
 
 def translate(
-  pair: LoadedPair,
+  pair: Pair,
   input: str | None,
   output: str = "-",
   sampling: Sampling = Sampling(temperature=0.0),
@@ -89,7 +89,7 @@ def translate(
       search. In a beam search, gamma is the number of steps that the draft searches ahead.
     draft_beams: number of beams of the draft; defaults to `beams`.
     nodes: maximum number of nodes per target forward pass of a beam search; see
-      `pairs.LoadedPair.beam_searcher`.
+      `Pair.beam_searcher`.
     length_penalty: exponent of the length penalty of a beam search.
     generation: settings of logits processors, such as `forced_bos_token_id` for the language of
       outputs.
@@ -179,12 +179,12 @@ def translate(
     )
 
 
-def _run_hash(pair: LoadedPair, *settings: object) -> str:
+def _run_hash(pair: Pair, *settings: object) -> str:
   """Return a hash of settings and of everything in a pair that outputs depend on."""
   parts = (
     settings,
-    (pair.dtype, pair.kernels, pair.max_source_tokens, pair.continues, pair.draft_name),
-    (verifier_name(pair.verifier), pair.vocabulary.fingerprint(), params_digest(pair.params)),
+    (pair.dtype, pair.kernels, pair.max_source_tokens, pair.continues, pair.draft.name),
+    (pair.verifier_name, pair.vocabulary.fingerprint(), params_digest(pair.params)),
   )
   return hashlib.sha256(repr(parts).encode()).hexdigest()
 
@@ -238,7 +238,7 @@ def _open_output(output: str, run: str | None) -> Iterator[tuple[IO[str], int]]:
     part.unlink()
 
 
-def _warnings(pair: LoadedPair, record: dict, max_new_tokens: int) -> Iterator[tuple[str, str]]:
+def _warnings(pair: Pair, record: dict, max_new_tokens: int) -> Iterator[tuple[str, str]]:
   """Yield the kind and the details of each warning about a line and its output."""
   line = record["source"]
   if not pair.can_decode(line):

@@ -18,7 +18,7 @@ from specdec_jax.core.trees import AnyTree
 from specdec_jax.core.types import DecodeResult, Model
 from specdec_jax.exactness.paths import batches, plans_of
 from specdec_jax.exactness.processed import processed
-from specdec_jax.pairs import LoadedPair
+from specdec_jax.pair import Pair
 
 Decode = Callable[..., DecodeResult]  # function of (prompt [B, P], keys [B], *, max_new_tokens)
 SHARES = {"float32": 1e-3, "bfloat16": 0.03}  # fractions of the range of a token's logits
@@ -67,7 +67,7 @@ class Divergence(NamedTuple):
 
 
 def compare_argmax(
-  pair: LoadedPair,
+  pair: Pair,
   texts: Sequence[str],
   autoregressive: Decode,
   speculative: Decode,
@@ -93,26 +93,26 @@ def compare_argmax(
       for decode in (speculative, autoregressive)
     )
     of_batch = first_divergences(
-      pair.target, pair.target_params, prompt, expected, tokens, block, rounding, processors
+      pair.target.model, pair.target.params, prompt, expected, tokens, block, rounding, processors
     )
     divergences += [(rows[d.row] + 1, d) for d in of_batch if d.row < count]
   return divergences
 
 
-def share_of(pair: LoadedPair) -> float:
+def share_of(pair: Pair) -> float:
   """Return a bound on rounding differences of the target's logits, as a fraction of their range.
 
   The bound is 0 for a T5 that runs with `kernels.skinny`. These kernels compute the same bits for a
   token in any block.
   """
-  has_encoder = getattr(getattr(pair.target, "config", None), "has_encoder", False)
+  has_encoder = getattr(getattr(pair.target.model, "config", None), "has_encoder", False)
   if pair.kernels.startswith("skinny") and has_encoder:
     return 0.0
   return SHARES[pair.dtype]
 
 
 def node_moves(
-  pair: LoadedPair, prompt: Array, text: np.ndarray, lengths: np.ndarray, tree: AnyTree
+  pair: Pair, prompt: Array, text: np.ndarray, lengths: np.ndarray, tree: AnyTree
 ) -> tuple[float, float]:
   """Measure how much logits differ between a verification pass and passes over single tokens.
 
@@ -142,7 +142,7 @@ def node_moves(
     start = (lengths * ((rows + number * batch / 3) % batch) / batch).astype(int)
     following = np.take_along_axis(padded, start[:, None] + np.arange(tree.depth), axis=1)
     block = start, following, plan, plans.paths[plan]
-    moves, ranges = _node_moves(pair.target, tree, pair.target_params, prompt, padded, *block)
+    moves, ranges = _node_moves(pair.target.model, tree, pair.target.params, prompt, padded, *block)
     largest = max(largest, float(moves.max()))
     largest_share = max(largest_share, float((moves / ranges).max()))
   return largest, largest_share

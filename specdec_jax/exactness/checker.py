@@ -27,7 +27,7 @@ from specdec_jax.exactness.martingale import Drift, RoundScores, Scores
 from specdec_jax.exactness.paths import rounds_of_self_draft
 from specdec_jax.exactness.round_scores import positions, recorded, score_rounds
 from specdec_jax.exactness.samples import cells_of, compare_samples
-from specdec_jax.pairs import LoadedPair
+from specdec_jax.pair import Pair
 
 ROUND_TOKENS = 24  # limit of outputs whose rounds are tested; a batch waits for its longest output
 ENDLESS = -1  # an EOS id that no token has, so that texts do not end
@@ -84,7 +84,7 @@ class Checker:
 
   def __init__(
     self,
-    pair: LoadedPair,
+    pair: Pair,
     texts: Sequence[str],
     shapes: Sequence[AnyTree],
     batch_size: int,
@@ -95,7 +95,7 @@ class Checker:
     self.pair, self.texts, self.batch_size = pair, texts, batch_size
     self.max_new_tokens = max_new_tokens
     self.processors = pair.processors(generation or GenerationConfig())
-    most = getattr(getattr(pair.target, "config", None), "num_positions", None)
+    most = getattr(getattr(pair.target.model, "config", None), "num_positions", None)
     if most:
       slots = pair.prompt(texts).shape[1] + max(shape.num_nodes for shape in shapes)
       long_tokens = min(long_tokens, most - slots)
@@ -296,7 +296,7 @@ def _temperature(scores: Scores, level: float) -> str:
   return f"detects a temperature wrong by {bias:.2%}"
 
 
-def _of_divergence(pair: LoadedPair, text: int, d: Divergence) -> str:
+def _of_divergence(pair: Pair, text: int, d: Divergence) -> str:
   expected, got = pair.vocabulary.pieces([d.autoregressive, d.speculative])
   conclusion = "a tie" if d.is_tie else "a FAULT"
   return (

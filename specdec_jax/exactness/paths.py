@@ -19,7 +19,7 @@ from specdec_jax.core.sampling import Sampling, row_keys
 from specdec_jax.core.trees import AnyTree, DynamicTree, Tree, chain
 from specdec_jax.core.types import Context, Outcome, Proposal
 from specdec_jax.drafts.model import ModelDraft
-from specdec_jax.pairs import LoadedPair
+from specdec_jax.pair import Pair
 
 
 class Plans(NamedTuple):
@@ -126,7 +126,7 @@ class PathDraft(ModelDraft):
 
 
 def rounds_of_self_draft(
-  pair: LoadedPair,
+  pair: Pair,
   texts: Sequence[str],
   tree: AnyTree,
   batch_size: int,
@@ -145,8 +145,8 @@ def rounds_of_self_draft(
   Returns:
     The number of rounds, and the smallest possible number of rounds, summed over all texts.
   """
-  draft = functools.partial(PathDraft if by_paths else ModelDraft, pair.target)
-  self_pair = pair._replace(draft=draft, draft_params=pair.target_params)
+  draft = functools.partial(PathDraft if by_paths else ModelDraft, pair.target.model)
+  self_pair = pair._replace(draft=draft, draft_params=pair.target.params)
   decode = self_pair.decode_fn(Sampling(temperature=0.0), tree, processors=processors)
   if by_paths:
     lengths = plans_of(tree).lengths
@@ -169,7 +169,7 @@ def rounds_of_self_draft(
 
 
 def batches(
-  pair: LoadedPair, texts: Sequence[str], batch_size: int
+  pair: Pair, texts: Sequence[str], batch_size: int
 ) -> Iterator[tuple[np.ndarray, Array, int]]:
   """Yield the prompts of texts, batch by batch.
 

@@ -27,7 +27,7 @@ from specdec_jax.core.wrappers import WrappedDraft
 from specdec_jax.exactness.martingale import MIN_PROB, RoundScores, Scores, joined
 from specdec_jax.exactness.processed import processed
 from specdec_jax.measure.alpha import teacher_forced_logits
-from specdec_jax.pairs import LoadedPair
+from specdec_jax.pair import Pair
 
 # Function of (prompt [B, P], keys [B], *, max_new_tokens).
 Decode = Callable[..., tuple[DecodeResult, "TriedGuesses"]]
@@ -90,7 +90,7 @@ def acceptance_probs(
 
 
 def recorded(
-  pair: LoadedPair,
+  pair: Pair,
   sampling: Sampling,
   tree: Tree,
   eos_id: int | None = None,
@@ -100,12 +100,12 @@ def recorded(
 
   If `eos_id` is None, the EOS of the pair's vocabulary ends a text.
   """
-  draft = pair.draft(sampling, tree)
+  draft = pair.draft.build(sampling, tree)
   if processors:
     draft = draft.with_processors(processors)
-  draft = RecordingDraft(draft, pair.target.vocab_size)
+  draft = RecordingDraft(draft, pair.target.model.vocab_size)
   eos_id = pair.vocabulary.eos_id if eos_id is None else eos_id
-  decoder = Decoder(pair.target, draft, pair.verifier_for(sampling), eos_id, processors)
+  decoder = Decoder(pair.target.model, draft, pair.verifier_for(sampling), eos_id, processors)
   return functools.partial(_recorded_decode, decoder, pair.params)
 
 
@@ -173,7 +173,7 @@ def _recorded_decode(
 
 
 def score_rounds(
-  pair: LoadedPair,
+  pair: Pair,
   texts: Sequence[str],
   decode: Decode,
   settings: DecodeSettings,
@@ -206,7 +206,7 @@ def score_rounds(
 
 
 def _scores(
-  pair: LoadedPair,
+  pair: Pair,
   prompt: Array,
   tokens: Array,
   tried: TriedGuesses,
@@ -218,9 +218,9 @@ def _scores(
   A bonus token has no guess; its scores are those of a first child that does not exist. Entries
   past the end of a row are arbitrary.
   """
-  target, limit = pair.target, settings.max_new_tokens
+  target, limit = pair.target.model, settings.max_new_tokens
   exists, visited, probability, drawn = _outcomes(
-    target, pair.target_params, prompt, tokens, tried, settings.sampling, limit, processors
+    target, pair.target.params, prompt, tokens, tried, settings.sampling, limit, processors
   )
   is_last = ~jnp.pad(exists[..., 1:], ((0, 0), (0, 0), (0, 1)))
   next_scores = _token_scores(drawn, tokens)

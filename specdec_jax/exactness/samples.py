@@ -24,7 +24,7 @@ from specdec_jax.core.sampling import Sampling, distribution, row_keys
 from specdec_jax.core.types import DecodeResult, Model
 from specdec_jax.exactness.paths import batches
 from specdec_jax.exactness.processed import processed
-from specdec_jax.pairs import LoadedPair
+from specdec_jax.pair import Pair
 
 Prefix = tuple[int, ...]
 # A cell has a prefix. It contains the outputs that begin with this prefix, but not with the longer
@@ -78,7 +78,7 @@ class Comparison:
 
 
 def compare_samples(
-  pair: LoadedPair,
+  pair: Pair,
   texts: Sequence[str],
   decode: Callable[..., DecodeResult],
   settings: DecodeSettings,
@@ -114,7 +114,7 @@ def compare_samples(
 
 
 def cells_of(
-  pair: LoadedPair,
+  pair: Pair,
   texts: Sequence[str],
   sampling: Sampling,
   samples_per_text: int,
@@ -190,7 +190,7 @@ def compare(cells: Cells, texts: Sequence[Prefix], num_impossible: int = 0) -> C
 
 
 def _exact_probs(
-  pair: LoadedPair,
+  pair: Pair,
   source: Array,
   sampling: Sampling,
   texts: Sequence[Sequence[int]],
@@ -201,7 +201,7 @@ def _exact_probs(
   rows = -(-len(texts) // 32) * 32  # few shapes, so few programs
   tokens = np.full((rows, len(texts[0])), pair.vocabulary.eos_id, np.int32)
   tokens[: len(texts)] = texts
-  exact = functools.partial(_probs, pair.target, sampling, pair.target_params, source)
+  exact = functools.partial(_probs, pair.target.model, sampling, pair.target.params, source)
   parts = np.split(tokens, rows // 32)
   return np.concatenate([exact(part, limit, processors) for part in parts])[: len(texts)]
 

@@ -20,7 +20,7 @@ from specdec_jax.core.loading import DecodeSettings
 from specdec_jax.core.trees import Tree
 from specdec_jax.data.text import iter_sources
 from specdec_jax.errors import InputError
-from specdec_jax.pairs import LoadedPair
+from specdec_jax.pair import Pair
 from specdec_jax.serve.lines import count_records, decode_lines, output_record
 
 
@@ -50,7 +50,7 @@ class SpeculativeModelHandler(ModelHandler[TextBlock, list[dict], DecodeFn]):
   The counters `texts`, `tokens`, `rounds`, `guesses` and `accepted` have the namespace 'specdec'.
   """
 
-  def __init__(self, load_pair: Callable[[], LoadedPair], tree: Tree, settings: DecodeSettings):
+  def __init__(self, load_pair: Callable[[], Pair], tree: Tree, settings: DecodeSettings):
     """Initialize the handler; each worker process calls the picklable `load_pair` once."""
     super().__init__(max_batch_size=1)
     self._load_pair, self._tree, self._settings = load_pair, tree, settings
@@ -72,7 +72,7 @@ class SpeculativeModelHandler(ModelHandler[TextBlock, list[dict], DecodeFn]):
 
 
 def _decode_block(
-  pair: LoadedPair, tree: Tree, settings: DecodeSettings, block: TextBlock
+  pair: Pair, tree: Tree, settings: DecodeSettings, block: TextBlock
 ) -> list[dict]:
   lines = [each["source"] for each in block.sources]
   outputs = decode_lines(pair, lines, tree, settings, start=block.first)

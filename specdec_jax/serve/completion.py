@@ -171,7 +171,7 @@ class Completion:
     lengths = [0] * len(rows)
     if config.max_length is not None:
       prompts = padded(rows, pair.max_source_tokens, pair.vocabulary.pad_id)
-      lengths = np.asarray(pair.target.prompt_tokens(jnp.asarray(prompts))[1]).tolist()
+      lengths = np.asarray(pair.target.model.prompt_tokens(jnp.asarray(prompts))[1]).tolist()
     limits, most = config.new_tokens(lengths), service.limits.max_new_tokens
     if max(limits) > most and (request.max_tokens or "max_length" in request.settings):
       raise InputError(f"max_tokens is {max(limits)}; give at most {most}.")

@@ -17,7 +17,7 @@ from specdec_jax.core.sampling import Sampling
 from specdec_jax.core.trees import Tree
 from specdec_jax.errors import InputError, require_count, require_seed, shown
 from specdec_jax.measure.calibrate import given_tree, resolve_tree
-from specdec_jax.pairs import LoadedPair
+from specdec_jax.pair import Pair
 from specdec_jax.serve.lines import count_records
 
 
@@ -48,7 +48,7 @@ class Macro:
 
 
 def decode(
-  load_pair: Callable[[], LoadedPair],
+  load_pair: Callable[[], Pair],
   texts: str | Sequence[str],
   output_dir: str,
   runner: str = "DirectRunner",

@@ -17,13 +17,13 @@ from specdec_jax.core.processors import Processors
 from specdec_jax.core.sampling import row_keys
 from specdec_jax.core.trees import AnyTree
 from specdec_jax.core.types import DecodeResult
-from specdec_jax.pairs import LoadedPair
+from specdec_jax.pair import Pair
 
 Decoded = tuple[str, DecodeResult | None]  # an output, and its result, a batch of one row
 
 
 def decode_lines(
-  pair: LoadedPair,
+  pair: Pair,
   lines: Iterable[str],
   tree: AnyTree,
   settings: DecodeSettings,
@@ -73,7 +73,7 @@ def decode_lines(
 
 
 def _decode_in_slots(
-  pair: LoadedPair,
+  pair: Pair,
   lines: Sequence[str],
   decoder: Decoder,
   settings: DecodeSettings,
@@ -105,7 +105,7 @@ def _decode_in_slots(
       first += 1
 
 
-def _decoded(pair: LoadedPair, row: DecodeResult) -> Decoded:
+def _decoded(pair: Pair, row: DecodeResult) -> Decoded:
   return pair.vocabulary.decode(np.asarray(row.tokens[0])), row
 
 

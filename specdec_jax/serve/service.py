@@ -113,7 +113,7 @@ class Service:
         for the limits, or there is not enough memory.
     """
     self.pair, self.limits, self.prefix = pair, limits, prefix
-    self.name = name or pair.target_name
+    self.name = name or pair.target.name
     self._gamma, self._tree = gamma, tree
     config, _ = pair.generation_config(None, {"num_beams": 1})
     prompt = jnp.zeros((limits.num_slots, pair.max_source_tokens), jnp.int32)

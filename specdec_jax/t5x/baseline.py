@@ -17,7 +17,7 @@ from specdec_jax.measure.speed import Baseline
 from specdec_jax.models.config import T5Config, named_dtype
 from specdec_jax.models.families import init_params
 from specdec_jax.models.simulated import SimulatedModel
-from specdec_jax.pairs import LoadedPair
+from specdec_jax.pair import Pair
 from specdec_jax.t5x.networks import t5x_network
 
 
@@ -77,7 +77,7 @@ def t5x_decode(
   return DecodeResult(tokens, lengths, rounds, lengths.max(), jnp.full(len(prompt), -1, jnp.int32))
 
 
-def t5x_baseline(pair: LoadedPair) -> Baseline:
+def t5x_baseline(pair: Pair) -> Baseline:
   """Return the baseline that decodes a pair's target with t5x, for `speedup.speedup.baseline`.
 
   The target is loaded again, because t5x needs parameters that are not fused. A target with random
@@ -91,19 +91,19 @@ def t5x_baseline(pair: LoadedPair) -> Baseline:
     InputError: the target has no checkpoint and no random weights, it is not a T5, or it is
       sharded.
   """
-  devices = {x.sharding for x in jax.tree.leaves(pair.target_params)}
+  devices = {x.sharding for x in jax.tree.leaves(pair.target.params)}
   if any(len(d.device_set) > 1 for d in devices):
     raise InputError(
       "t5x's decoding is timed on one device, and the target is sharded across several."
     )
-  is_simulated = isinstance(pair.target, SimulatedModel)
-  model: Any = pair.target
-  if not is_simulated and pair.target_path is None:
+  is_simulated = isinstance(pair.target.model, SimulatedModel)
+  model: Any = pair.target.model
+  if not is_simulated and pair.target.path is None:
     raise InputError("The target is a model in memory; t5x needs a checkpoint to load it from.")
-  stored = None if is_simulated else open_checkpoint(path_of_record(pair.target_path or ""))
+  stored = None if is_simulated else open_checkpoint(path_of_record(pair.target.path or ""))
   config = model.model.config if stored is None else stored.config
   if not isinstance(config, T5Config):
-    raise InputError(f"{pair.target_name} is no T5, which is what t5x is timed with here.")
+    raise InputError(f"{pair.target.name} is no T5, which is what t5x is timed with here.")
   config = dataclasses.replace(config, dtype=named_dtype(pair.dtype), fused=False, kernels="xla")
   params = _random_params(config) if stored is None else stored.load(config)
   decode = functools.partial(t5x_decode, config, params, eos_id=-1 if is_simulated else 1)

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from specdec_jax.atomic_files import atomic_write
+from specdec_jax.core.atomic_files import atomic_write
 from specdec_jax.data.vocabulary import padded
 from specdec_jax.errors import InputError
 

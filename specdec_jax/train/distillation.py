@@ -22,9 +22,9 @@ from specdec_jax.core.verify.tokens import TokenVerifier
 from specdec_jax.data.text import read_lines
 from specdec_jax.data.vocabulary import PAD_ID, Vocabulary, padded
 from specdec_jax.errors import InputError
+from specdec_jax.load import load_for
 from specdec_jax.models.families import Config, model_of, module_of
 from specdec_jax.models.partitioning import PartitionedModel, make_mesh, param_shardings
-from specdec_jax.pairs.load import load_for
 from specdec_jax.train.batches import Batch, ParallelText, epoch_batches, padded_batches
 from specdec_jax.train.objectives import teacher_forced
 

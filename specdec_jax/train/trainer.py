@@ -19,7 +19,7 @@ from jax import Array
 from jax.sharding import NamedSharding, PartitionSpec
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from specdec_jax.atomic_files import atomic_write
+from specdec_jax.core.atomic_files import atomic_write
 from specdec_jax.errors import InputError, require_count, require_number
 from specdec_jax.models.partitioning import make_mesh, param_shardings
 from specdec_jax.train.batches import NO_TOKEN, Batch, ParallelText, epoch_batches, padded_batches

@@ -131,12 +131,12 @@ def sampled():
   """Compare samples with the target's distribution; also return the gammas of one batch."""
   pair, sampling = tiny_pair.pair(), Sampling()
   # Fresh draft objects, so that no program compiled by another test is used.
-  drafts = [pair.draft(sampling, chain(gamma)) for gamma in (1, 3)]
+  drafts = [pair.draft.build(sampling, chain(gamma)) for gamma in (1, 3)]
   drafts = tuple(tiny.ChangedDraft(draft, lambda params, proposal: proposal) for draft in drafts)
   costs, prior = jnp.array([1.1, 1.6]), jnp.array([0.7, 0.3])
 
   def decode(prompt, rng, *, max_new_tokens):
-    decoder = AdaptiveDecoder(pair.target, drafts, TokenVerifier(sampling))
+    decoder = AdaptiveDecoder(pair.target.model, drafts, TokenVerifier(sampling))
     return decoder.run(pair.params, prompt, rng, costs, prior, max_new_tokens=max_new_tokens)
 
   texts = tiny_pair.SENTENCES[:4]

@@ -7,6 +7,7 @@ import jax
 import numpy as np
 import pytest
 import tiny_pair
+from specdec_jax.load import load_pair
 from test_contract import GREEDY, LIMIT
 from test_learned import module
 from test_training import (  # noqa: F401
@@ -27,7 +28,6 @@ from specdec_jax.drafts.heads import init_params, speculator_config
 from specdec_jax.errors import InputError
 from specdec_jax.models.families import model_of
 from specdec_jax.models.partitioning import make_mesh
-from specdec_jax.pairs import load_pair
 from specdec_jax.train import distillation
 from specdec_jax.train.batches import ParallelText
 from specdec_jax.train.distillation import Teacher, model_outputs
@@ -163,7 +163,7 @@ def test_new_target_and_head_decode_as_the_new_target_alone(folder):
   vocabulary = ROOT() / "vocabulary.model"
   names = [str(folder / "whole" / name) for name in ("target", "speculator")]
   pair = load_pair(*names, str(vocabulary), max_source_tokens=24, kernels="xla")
-  assert pair.draft_name == "speculator"
+  assert pair.draft.name == "speculator"
   prompt, keys = pair.prompt(tiny_pair.SENTENCES[:4]), row_keys(0, 0, 4)
   alone = pair.decode_fn(GREEDY, chain(0))(prompt, keys, max_new_tokens=LIMIT)
   together = pair.decode_fn(GREEDY, chain(3))(prompt, keys, max_new_tokens=LIMIT)
