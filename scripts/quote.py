@@ -25,7 +25,7 @@ from collections.abc import Iterator
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))  # for `experiments`
 
 from experiments.tables import named_table
-from specdec_jax.atomic_files import atomic_write
+from specdec_jax.core.atomic_files import atomic_write
 from specdec_jax.measure.reporting.formats import render
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]

@@ -14,7 +14,7 @@ import sys
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))  # for `experiments`
 
 from experiments.tables import LINES, PATHS, RECORDS, named_table
-from specdec_jax.atomic_files import atomic_write
+from specdec_jax.core.atomic_files import atomic_write
 from specdec_jax.measure.reporting.formats import render
 
 

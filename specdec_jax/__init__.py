@@ -21,7 +21,7 @@ disable_ynn()
 from specdec_jax.beams import BeamSearcher
 from specdec_jax.core.decode import Decoder, NullDraft
 from specdec_jax.core.generation_config import GenerationConfig
-from specdec_jax.core.loading import DraftFactory, LoadedTarget
+from specdec_jax.core.types import DraftSpec, Loaded
 from specdec_jax.core.processors import LogitsProcessor
 from specdec_jax.core.sampling import Sampling
 from specdec_jax.core.trees import DynamicTree, Tree, branching, chain
@@ -38,17 +38,19 @@ from specdec_jax.core.types import (
 from specdec_jax.core.verify.blocks import BlockVerifier
 from specdec_jax.core.verify.tokens import TokenVerifier
 from specdec_jax.drafts.backoff import backoff_ngrams
+from specdec_jax.drafts.composed import tree_draft
 from specdec_jax.drafts.layer_skip import layer_skip
 from specdec_jax.drafts.model import ModelDraft
 from specdec_jax.drafts.prompt_lookup import prompt_lookup
 from specdec_jax.drafts.retrieval import retrieval
 from specdec_jax.errors import InputError
-from specdec_jax.generate import Output, Pair, load_pair, random_pair
+from specdec_jax.generate import Output
+from specdec_jax.load import load_pair, random_pair, speculator
 from specdec_jax.models.config import GPTConfig, T5Config
 from specdec_jax.models.gpt import GPTModel
 from specdec_jax.models.sizes import gpt_config, t5_config
 from specdec_jax.models.t5 import T5Model
-from specdec_jax.pairs import speculator, tree_draft
+from specdec_jax.pair import Pair
 from specdec_jax.theory import best_gamma, expected_tokens, walltime_improvement
 
 __all__ = [
@@ -58,13 +60,13 @@ __all__ = [
   "DecodeResult",
   "Decoder",
   "Draft",
-  "DraftFactory",
+  "DraftSpec",
   "DynamicTree",
   "GPTConfig",
   "GPTModel",
   "GenerationConfig",
   "InputError",
-  "LoadedTarget",
+  "Loaded",
   "LogitsProcessor",
   "Model",
   "ModelDraft",

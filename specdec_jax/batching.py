@@ -6,7 +6,8 @@ exchanges the slots whose text has ended for rows of the block, so that a used b
 A row depends neither on other rows nor on its slot. So each text has the same output as with
 `Decoder.run`, except for rounding, in any order of the texts.
 
-Axis letters are those of `core.types`; M is the number of texts, and W that of rows in a block.
+Axis letters are those of `core.types`; M is the number of texts. A block has B rows, as many as
+there are slots, or one.
 """
 
 import functools
@@ -39,7 +40,7 @@ class Rows(NamedTuple):
   """
 
   state: DecodeState
-  text: Int[Array, " W"]
+  text: Int[Array, " B"]
 
 
 class Texts(NamedTuple):
@@ -71,10 +72,10 @@ class Block(NamedTuple):
     limit: maximum number of new tokens of each text.
   """
 
-  prompt: Int[Array, "W P"]
-  rng: Key[Array, " W"]
-  text: Int[AnyArray, " W"]
-  limit: Int[AnyArray, " W"]
+  prompt: Int[Array, "B P"]
+  rng: Key[Array, " B"]
+  text: Int[AnyArray, " B"]
+  limit: Int[AnyArray, " B"]
 
 
 def prefill(
@@ -259,9 +260,9 @@ def decode_texts(
     ]
   )
   slots: Rows | None = None
-  used: Rows | None = None
-  for first in range(0, len(order), num_slots):
-    chosen = order[first : first + num_slots]
+  used: Rows | None = None  # the previous block, whose rows hold results
+  for start in range(0, len(order), num_slots):
+    chosen = order[start : start + num_slots]
     rows = np.resize(chosen, num_slots)
     text = np.where(np.arange(num_slots) < len(chosen), rows, NO_TEXT)
     prompt = jnp.asarray(texts.prompt_of(rows))
@@ -270,18 +271,20 @@ def decode_texts(
     width = min(longest, block.prompt.shape[1]) if has_encoder else None
     waiting = _prefill(decoder, params, block, max_new_tokens=max_new_tokens, width=width)
     if slots is None:
-      slots, spare = waiting, block
+      slots, first_block = waiting, block
       continue
-    earlier, (slots, used) = used, _run(decoder, params, slots, waiting, num_slots, 0)
-    if earlier is not None:
+    earlier = used
+    slots, used = _run(decoder, params, slots, waiting, min_active=num_slots, first=0)
+    if earlier is not None:  # the device decodes the next block meanwhile
       yield from _finished(decoder, earlier)
   if slots is None:
     return
-  if used is None:  # there was one block
-    used = _prefill(decoder, params, spare, max_new_tokens=max_new_tokens)
+  if used is None:  # there was only one block; any other serves as the argument of `run`
+    used = _prefill(decoder, params, first_block, max_new_tokens=max_new_tokens)
   else:
     yield from _finished(decoder, used)
-  slots, _ = _run(decoder, params, slots, used, 1, num_slots)  # the same program
+  # No row waits any more. These are the shapes of the loop above, so that one program serves both.
+  slots, _ = _run(decoder, params, slots, used, min_active=1, first=num_slots)
   yield from _finished(decoder, slots)
 
 

@@ -1,7 +1,6 @@
-"""Public interface for texts: `Pair` (target and draft), whose methods take and return texts.
+"""Functions that take and return texts, with batches, lengths and random keys.
 
-The methods of a pair handle batches, lengths and random keys. Loading a pair enables the cache of
-compiled programs on disk.
+They are the methods `generate`, `stream` and `beam_search` of a `Pair`.
 """
 
 import dataclasses
@@ -10,7 +9,7 @@ import io
 import logging
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, Literal, ParamSpec
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -19,7 +18,7 @@ from jax import Array
 from rich.console import Console
 from rich.text import Text
 
-from specdec_jax import batching, pairs
+from specdec_jax import batching
 from specdec_jax.beams import BeamSearcher
 from specdec_jax.core.counts import require_finite
 from specdec_jax.core.decode import Decoder
@@ -27,16 +26,14 @@ from specdec_jax.core.generation_config import DEFAULT_NEW_TOKENS, SETTINGS, Gen
 from specdec_jax.core.loading import DecodeSettings
 from specdec_jax.core.processors import ForcedPrefix, Processors
 from specdec_jax.core.sampling import row_keys
-from specdec_jax.core.trees import DynamicTree
+from specdec_jax.core.trees import AnyTree, DynamicTree
 from specdec_jax.core.types import DecodeResult, Rounds
 from specdec_jax.errors import InputError, require_count, require_seed, require_text
 from specdec_jax.measure.calibrate import resolve_tree
 from specdec_jax.measure.reporting.rounds import Round, read_rounds, round_text
-from specdec_jax.xla import default_cache_dir, enable_compile_cache
+from specdec_jax.pair import Pair
 
-P = ParamSpec("P")
 _LOG = logging.getLogger("specdec_jax")
-
 
 FinishReason = Literal["eos", "length", "stop_string"]
 
@@ -101,288 +98,300 @@ class Output:
     return console.export_html(inline_styles=True, code_format="<pre>{code}</pre>")
 
 
-class Pair(pairs.LoadedPair):
-  """Target, draft and vocabulary, with methods that take and return texts."""
+def generate(
+  pair: Pair,
+  texts: Sequence[str],
+  *,
+  gamma: int | Literal["auto"] | None = None,
+  tree: Sequence[int] | Literal["auto"] | None = None,
+  batch_size: int = 1,
+  seed: int = 0,
+  lenience: float = 1.0,
+  task: str | None = None,
+  decoder_input_ids: Sequence[Sequence[int]] | None = None,
+  decoder_texts: Sequence[str] | None = None,
+  logprobs: bool = False,
+  **settings: Any,
+) -> list[Output]:
+  """Generate outputs by speculative decoding; if `num_beams` > 1, by speculative beam search.
 
-  def generate(
-    self,
-    texts: Sequence[str],
-    *,
-    gamma: int | Literal["auto"] | None = None,
-    tree: Sequence[int] | Literal["auto"] | None = None,
-    batch_size: int = 1,
-    seed: int = 0,
-    lenience: float = 1.0,
-    task: str | None = None,
-    decoder_input_ids: Sequence[Sequence[int]] | None = None,
-    decoder_texts: Sequence[str] | None = None,
-    logprobs: bool = False,
-    **settings: Any,
-  ) -> list[Output]:
-    """Generate outputs by speculative decoding; if `num_beams` > 1, by speculative beam search.
+  Args:
+    pair: target and draft.
+    texts: sources, or prompts of a decoder-only model. A text longer than `pair.max_source_tokens`
+      is truncated, with a warning (`Pair.cut` returns the part that remains).
+    gamma: number of draft tokens per round; 5 by default, 0 for autoregressive decoding. 'auto'
+      chooses the fastest (`measure.calibrate.resolve_tree`), caches the choice and logs the
+      reason to the logger 'specdec_jax'. For a beam search, number of steps that the draft
+      searches ahead; 2 by default, 'auto' is not supported.
+    tree: parents of the draft tokens of a tree (`Tree.parents`), which replaces the chain of
+      gamma draft tokens; 'auto' chooses the fastest tree or chain. Not for a beam search.
+    batch_size: maximum number of outputs (in a beam search: of texts) that are decoded together;
+      all outputs of one text always are. When a text ends, the next one takes its place
+      (`batching`), unless there are decoder prefixes, beams or several outputs per
+      text: then each batch is decoded to its end. For a given gamma or tree, outputs do not
+      depend on `batch_size`, except for rounding.
+    seed: seed of all sampling. The random keys of a text depend only on the seed and on the index
+      of the text in `texts`.
+    lenience: in (0, 1]. Below 1, more draft tokens are accepted, and outputs no longer have the
+      target's distribution (Appendix A.5). Not for a beam search.
+    task: task of the checkpoint's `task_specific_params`, whose settings and prefix apply.
+    decoder_input_ids: one sequence of tokens per text, which the output continues. The sequence
+      is not part of the output. For T5, the start token at its beginning is optional.
+    decoder_texts: the same sequences as strings; give at most one of the two arguments.
+    logprobs: whether outputs have log-probabilities. Not for a beam search.
+    settings: fields of `GenerationConfig`: `max_new_tokens`, `temperature`, `num_beams`,
+      `repetition_penalty` and others, with the names of transformers. They take precedence over
+      the settings of the task and of the checkpoint (`Loaded.generation`).
 
-    Args:
-      texts: sources, or prompts of a decoder-only model. A text longer than `max_source_tokens` is
-        truncated (`cut` returns the part that remains).
-      gamma: number of draft tokens per round; 5 by default, 0 for autoregressive decoding. 'auto'
-        chooses the fastest (`measure.calibrate.resolve_tree`), caches the choice and logs the
-        reason to the logger 'specdec_jax'. For a beam search, number of steps that the draft
-        searches ahead; 2 by default, 'auto' is not supported.
-      tree: parents of the draft tokens of a tree (`Tree.parents`), which replaces the chain of
-        gamma draft tokens; 'auto' chooses the fastest tree or chain. Not for a beam search.
-      batch_size: maximum number of outputs (in a beam search: of texts) that are decoded together;
-        all outputs of one text always are. When a text ends, the next one takes its place
-        (`continuous_batching`), unless there are decoder prefixes, beams or several outputs per
-        text: then each batch is decoded to its end. For a given gamma or tree, outputs do not
-        depend on `batch_size`, except for rounding.
-      seed: seed of all sampling. The random keys of a text depend only on the seed and on the index
-        of the text in `texts`.
-      lenience: in (0, 1]. Below 1, more draft tokens are accepted, and outputs no longer have the
-        target's distribution (Appendix A.5). Not for a beam search.
-      task: task of the checkpoint's `task_specific_params`, whose settings and prefix apply.
-      decoder_input_ids: one sequence of tokens per text, which the output continues. The sequence
-        is not part of the output. For T5, the start token at its beginning is optional.
-      decoder_texts: the same sequences as strings; give at most one of the two arguments.
-      logprobs: whether outputs have log-probabilities. Not for a beam search.
-      settings: fields of `GenerationConfig`: `max_new_tokens`, `temperature`, `num_beams`,
-        `repetition_penalty` and others, with the names of transformers. They take precedence over
-        the settings of the task and of the checkpoint (`LoadedPair.generation`).
+  Returns:
+    The outputs in the order of the texts, `num_return_sequences` per text. A beam search may find
+    fewer.
 
-    Returns:
-      The outputs in the order of the texts, `num_return_sequences` per text. A beam search may find
-      fewer.
-
-    Raises:
-      InputError: an argument is invalid, there is not enough memory, or logits of the target or
-        probabilities of the draft are NaN or infinite.
-      TypeError: an argument is unknown.
-    """
-    config, prefix = self.generation_config(task, settings)
-    texts = [prefix + text for text in _require_texts(texts)]
-    forced = self._forced_tokens(len(texts), decoder_input_ids, decoder_texts)
-    self.require_batch_size(batch_size)
-    require_seed(seed)
-    count = config.num_return_sequences or 1
-    if (config.num_beams or 1) > 1:
-      if tree is not None or logprobs or lenience != 1:
-        raise InputError(
-          f"num_beams is {config.num_beams}, and a beam search has no tree, logprobs or lenience; "
-          "leave them out, or give num_beams=1."
-        )
-      return self._search(texts, config, gamma, batch_size, forced)
-    if count > 1 and config.sampling().is_argmax:
+  Raises:
+    InputError: an argument is invalid, there is not enough memory, or logits of the target or
+      probabilities of the draft are NaN or infinite.
+    TypeError: an argument is unknown.
+  """
+  config, prefix = generation_config(pair, task, settings)
+  texts = [prefix + text for text in _require_texts(texts)]
+  forced = _forced_tokens(pair, len(texts), decoder_input_ids, decoder_texts)
+  pair.require_batch_size(batch_size)
+  require_seed(seed)
+  _warn_of_truncation(pair, texts)
+  count = config.num_return_sequences or 1
+  if (config.num_beams or 1) > 1:
+    if tree is not None or logprobs or lenience != 1:
       raise InputError(
-        f"num_return_sequences is {count}, and at temperature 0 all of them would be equal; "
-        "sample, or give num_beams."
+        f"num_beams is {config.num_beams}, and a beam search has no tree, logprobs or lenience; "
+        "leave them out, or give num_beams=1."
       )
-    size = max(1, batch_size // count)
-    longest = config.max_new_tokens or config.max_length or DEFAULT_NEW_TOKENS
-    decoding = DecodeSettings(config.sampling(), size * count, longest, seed, lenience)
-    run = Run(self, config, texts, gamma, tree, decoding, logprobs, forced)
-    if count == 1 < size < len(texts) and not forced:
-      by_index = dict(run.decode_in_slots(size))
-      return [by_index[i] for i in range(len(texts))]
-    found: list[Output] = []
-    for start in range(0, len(texts), size):
-      result = run.decode(start, size)
-      num_outputs = min(size, len(texts) - start) * count
-      found += [run.output(result, row) for row in range(num_outputs)]
-    return found
+    return _search(pair, texts, config, gamma, batch_size, forced)
+  if count > 1 and config.sampling().is_argmax:
+    raise InputError(
+      f"num_return_sequences is {count}, and at temperature 0 all of them would be equal; "
+      "sample, or give num_beams."
+    )
+  size = max(1, batch_size // count)
+  shape = _tree(pair, texts, gamma, tree, config, size * count, seed, lenience)
+  call = GenerateCall(pair, config, shape, lenience, logprobs)
+  can_batch_continuously = count == 1 < size < len(texts) and not forced
+  if can_batch_continuously:
+    return _decode_in_slots(call, texts, size, seed)
+  found: list[Output] = []
+  for start in range(0, len(texts), size):
+    batch = _Batch(pair, config, texts, start, size, forced, count)
+    decoder = call.decoder((batch.forced_prefix,) if forced else ())
+    keys = sample_keys(seed, start, size, count)
+    options: dict[str, Any] = {"num_samples": count} if count > 1 else {}
+    result = decoder.run(pair.params, batch.prompt, keys, **batch.options, **options)
+    result = require_finite(jax.device_get(result))
+    num_outputs = min(size, len(texts) - start) * count
+    found += [call.output(result, row) for row in range(num_outputs)]
+  return found
 
-  def stream(
-    self,
-    text: str,
-    *,
-    gamma: int | Literal["auto"] | None = None,
-    tree: Sequence[int] | Literal["auto"] | None = None,
-    seed: int = 0,
-    lenience: float = 1.0,
-    task: str | None = None,
-    **settings: Any,
-  ) -> Iterator[str]:
-    """Decode one text, and yield the output in pieces of text, at most one piece per round.
 
-    The pieces together are the text that `generate` returns for [text] and the same arguments. Each
-    round is a separate call of a compiled program, and the host waits for its result. Beam search
-    and `num_return_sequences` above 1 are not supported.
-    """
-    config, prefix = self.generation_config(task, settings)
-    if (config.num_beams or 1) > 1 or (config.num_return_sequences or 1) > 1:
-      raise InputError("A stream has one output; give num_beams=1 and num_return_sequences=1.")
-    require_text("text", text)
-    require_seed(seed)
-    longest = config.max_new_tokens or config.max_length or DEFAULT_NEW_TOKENS
-    decoding = DecodeSettings(config.sampling(), 1, longest, seed, lenience)
-    run = Run(self, config, [prefix + text], gamma, tree, decoding)
-    said, done = "", False
-    for result, done in run.stream():
-      output = run.output(result, 0)
-      done |= output.finish_reason == "stop_string"
-      piece = output.text.removeprefix(said)
-      # An incomplete character is held back until it is complete.
-      if piece and (done or not output.text.endswith("\ufffd")):
-        yield piece
-        said = output.text
-      if done:
-        return
+def stream(
+  pair: Pair,
+  text: str,
+  *,
+  gamma: int | Literal["auto"] | None = None,
+  tree: Sequence[int] | Literal["auto"] | None = None,
+  seed: int = 0,
+  lenience: float = 1.0,
+  task: str | None = None,
+  **settings: Any,
+) -> Iterator[str]:
+  """Decode one text, and yield the output in pieces of text, at most one piece per round.
 
-  def generation_config(
-    self, task: str | None, settings: Mapping[str, Any]
-  ) -> tuple[GenerationConfig, str]:
-    """Return the settings of a call of `generate`, and the prefix of each source.
+  The pieces together are the text that `generate` returns for [text] and the same arguments. Each
+  round is a separate call of a compiled program, and the host waits for its result. Beam search
+  and `num_return_sequences` above 1 are not supported.
+  """
+  config, prefix = generation_config(pair, task, settings)
+  if (config.num_beams or 1) > 1 or (config.num_return_sequences or 1) > 1:
+    raise InputError("A stream has one output; give num_beams=1 and num_return_sequences=1.")
+  require_text("text", text)
+  require_seed(seed)
+  text = prefix + text
+  _warn_of_truncation(pair, [text])
+  call = GenerateCall(
+    pair, config, _tree(pair, [text], gamma, tree, config, 1, seed, lenience), lenience
+  )
+  decoder, batch = call.decoder(), _Batch(pair, config, [text], 0, 1, None)
+  state = _init(decoder, pair.params, batch.prompt, sample_keys(seed, 0, 1, 1), **batch.options)
+  sent, done = "", False
+  while not done:
+    state = _round(decoder, pair.params, state)
+    output = call.output(require_finite(jax.device_get(decoder.result(state))), 0)
+    done = bool(state.done[0]) or output.finish_reason == "stop_string"
+    piece = output.text.removeprefix(sent)
+    # An incomplete character is held back until it is complete.
+    if piece and (done or not output.text.endswith("\ufffd")):
+      yield piece
+      sent = output.text
 
-    Args:
-      task: task of the checkpoint, or None.
-      settings: settings that replace those of the checkpoint and of the task.
 
-    Raises:
-      InputError: the checkpoint does not have the task, or a setting is invalid.
-    """
-    defaults = {name: value for name, value in self.generation.items() if name in SETTINGS}
-    prefix = ""
-    if task is not None:
-      if task not in self.tasks:
-        raise InputError(
-          f"task is {task!r:.60}, and {self.target_name} has "
-          f"{'the tasks ' + ', '.join(self.tasks) if self.tasks else 'no tasks'}."
-        )
-      defaults |= {k: v for k, v in self.tasks[task].items() if k in SETTINGS}
-      prefix = self.tasks[task].get("prefix", "")
-    return GenerationConfig.merged(defaults, settings), prefix
+def generation_config(
+  pair: Pair, task: str | None, settings: Mapping[str, Any]
+) -> tuple[GenerationConfig, str]:
+  """Return the settings of a call of `generate`, and the prefix of each source.
 
-  def _forced_tokens(
-    self,
-    count: int,
-    ids: Sequence[Sequence[int]] | None,
-    texts: Sequence[str] | None,
-  ) -> list[list[int]] | None:
-    """Return the forced tokens of each text without T5's start token; None if none are given."""
-    if ids is None and texts is None:
-      return None
-    if ids is not None and texts is not None:
-      raise InputError("decoder_input_ids and decoder_texts are given; give one of them.")
-    if texts is not None:
-      rows = [self.vocabulary.encode(text)[:-1] for text in _require_texts(texts)]
-    else:
-      first_tokens, _ = self.target.prompt_tokens(jnp.ones((1, 1), jnp.int32))
-      start = None if self.continues else int(first_tokens[0, 0])
-      rows = [[*row[1:]] if len(row) and row[0] == start else [*row] for row in ids or ()]
-    if len(rows) != count:
-      raise InputError(f"There are {count} texts and {len(rows)} decoder prefixes; give one each.")
-    vocab_size = self.target.vocab_size
-    for row in rows:
-      if not all(0 <= token < vocab_size for token in row):
-        raise InputError(
-          f"A decoder prefix has tokens {row!r:.60}; they lie in 0 to {vocab_size - 1}."
-        )
-    return rows
+  Args:
+    task: task of the checkpoint, or None.
+    settings: settings that replace those of the checkpoint and of the task.
 
-  def beam_search(
-    self,
-    texts: Sequence[str],
-    *,
-    beams: int = 4,
-    gamma: int = 2,
-    draft_beams: int | None = None,
-    nodes: int | None = None,
-    length_penalty: float = 0.6,
-    max_new_tokens: int = 128,
-    batch_size: int = 1,
-  ) -> list[list[Output]]:
-    """Return the outputs that a speculative beam search finds for each source.
-
-    They are the texts that t5x's `decoding.beam_search` finds with the same target. `generate` with
-    `num_beams` returns those that transformers finds, unless `beam_scorer` is "t5x".
-
-    Args:
-      texts: sources, as in `generate`.
-      beams: number of live sequences, and maximum number of outputs per source.
-      gamma: number of steps that the draft searches ahead in each round; 0 is plain beam search.
-      draft_beams: number of beams of the draft; defaults to `beams`.
-      nodes: maximum number of nodes in one target forward pass (`LoadedPair.beam_searcher`).
-      length_penalty: exponent of the length penalty, as in `beams.BeamSearcher`.
-      max_new_tokens: limit for each output, EOS included.
-      batch_size: number of sources that are processed together.
-
-    Returns:
-      For each source, the outputs in descending order of their scores: the texts that ended, at
-      most `beams`; or `beams` incomplete texts if none ended before the limit.
-
-    Raises:
-      InputError: see `generate`.
-    """
-    _require_texts(texts)
-    require_count("gamma", gamma, 0)
-    require_count("max_new_tokens", max_new_tokens)
-    self.require_batch_size(batch_size)
-    searcher = self.beam_searcher(beams, gamma, draft_beams, length_penalty, nodes)
-    config = GenerationConfig(max_new_tokens=max_new_tokens)
-    return self._search_batches(searcher, texts, config, batch_size, None)
-
-  def _search(
-    self,
-    texts: Sequence[str],
-    config: GenerationConfig,
-    gamma: int | str | None,
-    batch_size: int,
-    forced: list[list[int]] | None,
-  ) -> list[Output]:
-    """Return the outputs of `generate` if `num_beams` is above 1."""
-    count, num_beams = config.num_return_sequences or 1, config.num_beams or 1
-    if count > num_beams:
-      raise InputError(f"num_return_sequences is {count}, more than num_beams, {num_beams}.")
-    if not config.sampling().is_argmax:
+  Raises:
+    InputError: the checkpoint does not have the task, or a setting is invalid.
+  """
+  defaults = {name: value for name, value in pair.target.generation.items() if name in SETTINGS}
+  prefix = ""
+  if task is not None:
+    if task not in pair.target.tasks:
       raise InputError(
-        f"num_beams is {num_beams}, and a beam search does not sample; give num_beams=1, or "
-        "do_sample=False."
+        f"task is {task!r:.60}, and {pair.target.name} has "
+        f"{'the tasks ' + ', '.join(pair.target.tasks) if pair.target.tasks else 'no tasks'}."
       )
-    if config.stop_strings:
-      raise InputError("A beam search does not support stop_strings; give num_beams=1.")
-    if isinstance(gamma, str):
-      raise InputError("gamma 'auto' is for generation without beams; give a number of steps.")
-    eos_ids = config.eos_ids(self.vocabulary.eos_id)
-    scorer = config.beam_scorer or "hf"
-    penalty = config.length_penalty
-    if penalty is None:
-      penalty = 1.0 if scorer == "hf" else 0.6
-    searcher = dataclasses.replace(
-      self.beam_searcher(num_beams, 2 if gamma is None else gamma, length_penalty=penalty),
-      eos_id=eos_ids if len(eos_ids) > 1 else eos_ids[0],
-      scorer=scorer,
-      early_stopping=config.early_stopping or False,
-    ).with_processors(config.processors(self.target.vocab_size, eos_ids, self.vocabulary.pad_id))
-    found = self._search_batches(searcher, texts, config, batch_size, forced)
-    return [output for outputs in found for output in outputs[:count]]
+    defaults |= {k: v for k, v in pair.target.tasks[task].items() if k in SETTINGS}
+    prefix = pair.target.tasks[task].get("prefix", "")
+  return GenerationConfig.merged(defaults, settings), prefix
 
-  def _search_batches(
-    self,
-    searcher: BeamSearcher,
-    texts: Sequence[str],
-    config: GenerationConfig,
-    batch_size: int,
-    forced: list[list[int]] | None,
-  ) -> list[list[Output]]:
-    """Run a beam search for all sources, batch by batch, and return the outputs of each source."""
-    found: list[list[Output]] = []
-    eos_ids = config.eos_ids(self.vocabulary.eos_id)
-    for start in range(0, len(texts), batch_size):
-      batch = _Batch(self, config, texts, start, batch_size, forced)
-      options: dict[str, Any] = dict(limit=batch.limits, max_new_tokens=batch.max_new_tokens)
-      batch_searcher = searcher
-      if forced:
-        options["num_forced"] = batch.num_forced
-        processors = (*searcher.processors, batch.forced_prefix)
-        batch_searcher = searcher.with_processors(processors)
-      result = jax.device_get(batch_searcher.run(self.params, batch.prompt, **options))
-      require_finite(result.best())
-      for row in zip(result.tokens, result.lengths, result.scores.tolist(), strict=True):
-        outputs = zip(*row, strict=True)
-        found.append([self._candidate(t[:n], score, eos_ids) for t, n, score in outputs if n])
-    return found[: len(texts)]
 
-  def _candidate(self, tokens: np.ndarray, score: float, eos_ids: Sequence[int]) -> Output:
-    reason: FinishReason = "eos" if tokens[-1] in eos_ids else "length"
-    return Output(self.vocabulary.decode(tokens), tokens, reason, score=score)
+def _forced_tokens(
+  pair: Pair,
+  count: int,
+  ids: Sequence[Sequence[int]] | None,
+  texts: Sequence[str] | None,
+) -> list[list[int]] | None:
+  """Return the forced tokens of each text without T5's start token; None if none are given."""
+  if ids is None and texts is None:
+    return None
+  if ids is not None and texts is not None:
+    raise InputError("decoder_input_ids and decoder_texts are given; give one of them.")
+  if texts is not None:
+    rows = [pair.vocabulary.encode(text)[:-1] for text in _require_texts(texts)]
+  else:
+    first_tokens, _ = pair.target.model.prompt_tokens(jnp.ones((1, 1), jnp.int32))
+    start = None if pair.continues else int(first_tokens[0, 0])
+    rows = [[*row[1:]] if len(row) and row[0] == start else [*row] for row in ids or ()]
+  if len(rows) != count:
+    raise InputError(f"There are {count} texts and {len(rows)} decoder prefixes; give one each.")
+  vocab_size = pair.target.model.vocab_size
+  for row in rows:
+    if not all(0 <= token < vocab_size for token in row):
+      raise InputError(
+        f"A decoder prefix has tokens {row!r:.60}; they lie in 0 to {vocab_size - 1}."
+      )
+  return rows
+
+
+def beam_search(
+  pair: Pair,
+  texts: Sequence[str],
+  *,
+  beams: int = 4,
+  gamma: int = 2,
+  draft_beams: int | None = None,
+  nodes: int | None = None,
+  length_penalty: float = 0.6,
+  max_new_tokens: int = 128,
+  batch_size: int = 1,
+) -> list[list[Output]]:
+  """Return the outputs that a speculative beam search finds for each source.
+
+  They are the texts that t5x's `decoding.beam_search` finds with the same target. `generate` with
+  `num_beams` returns those that transformers finds, unless `beam_scorer` is "t5x".
+
+  Args:
+    texts: sources, as in `generate`.
+    beams: number of live sequences, and maximum number of outputs per source.
+    gamma: number of steps that the draft searches ahead in each round; 0 is plain beam search.
+    draft_beams: number of beams of the draft; defaults to `beams`.
+    nodes: maximum number of nodes in one target forward pass (`Pair.beam_searcher`).
+    length_penalty: exponent of the length penalty, as in `beams.BeamSearcher`.
+    max_new_tokens: limit for each output, EOS included.
+    batch_size: number of sources that are processed together.
+
+  Returns:
+    For each source, the outputs in descending order of their scores: the texts that ended, at
+    most `beams`; or `beams` incomplete texts if none ended before the limit.
+
+  Raises:
+    InputError: see `generate`.
+  """
+  _require_texts(texts)
+  require_count("gamma", gamma, 0)
+  require_count("max_new_tokens", max_new_tokens)
+  pair.require_batch_size(batch_size)
+  searcher = pair.beam_searcher(beams, gamma, draft_beams, length_penalty, nodes)
+  config = GenerationConfig(max_new_tokens=max_new_tokens)
+  return _search_batches(pair, searcher, texts, config, batch_size, None)
+
+
+def _search(
+  pair: Pair,
+  texts: Sequence[str],
+  config: GenerationConfig,
+  gamma: int | str | None,
+  batch_size: int,
+  forced: list[list[int]] | None,
+) -> list[Output]:
+  """Return the outputs of `generate` if `num_beams` is above 1."""
+  count, num_beams = config.num_return_sequences or 1, config.num_beams or 1
+  if count > num_beams:
+    raise InputError(f"num_return_sequences is {count}, more than num_beams, {num_beams}.")
+  if not config.sampling().is_argmax:
+    raise InputError(
+      f"num_beams is {num_beams}, and a beam search does not sample; give num_beams=1, or "
+      "do_sample=False."
+    )
+  if config.stop_strings:
+    raise InputError("A beam search does not support stop_strings; give num_beams=1.")
+  if isinstance(gamma, str):
+    raise InputError("gamma 'auto' is for generation without beams; give a number of steps.")
+  eos_ids = config.eos_ids(pair.vocabulary.eos_id)
+  scorer = config.beam_scorer or "hf"
+  penalty = config.length_penalty
+  if penalty is None:
+    penalty = 1.0 if scorer == "hf" else 0.6
+  searcher = dataclasses.replace(
+    pair.beam_searcher(num_beams, 2 if gamma is None else gamma, length_penalty=penalty),
+    eos_id=eos_ids if len(eos_ids) > 1 else eos_ids[0],
+    scorer=scorer,
+    early_stopping=config.early_stopping or False,
+  ).with_processors(
+    config.processors(pair.target.model.vocab_size, eos_ids, pair.vocabulary.pad_id)
+  )
+  found = _search_batches(pair, searcher, texts, config, batch_size, forced)
+  return [output for outputs in found for output in outputs[:count]]
+
+
+def _search_batches(
+  pair: Pair,
+  searcher: BeamSearcher,
+  texts: Sequence[str],
+  config: GenerationConfig,
+  batch_size: int,
+  forced: list[list[int]] | None,
+) -> list[list[Output]]:
+  """Run a beam search for all sources, batch by batch, and return the outputs of each source."""
+  found: list[list[Output]] = []
+  eos_ids = config.eos_ids(pair.vocabulary.eos_id)
+  for start in range(0, len(texts), batch_size):
+    batch = _Batch(pair, config, texts, start, batch_size, forced)
+    batch_searcher = searcher
+    if forced:
+      batch_searcher = searcher.with_processors((*searcher.processors, batch.forced_prefix))
+    result = jax.device_get(batch_searcher.run(pair.params, batch.prompt, **batch.options))
+    require_finite(result.best())
+    for row in zip(result.tokens, result.lengths, result.scores.tolist(), strict=True):
+      outputs = zip(*row, strict=True)
+      found.append([_candidate(pair, t[:n], score, eos_ids) for t, n, score in outputs if n])
+  return found[: len(texts)]
+
+
+def _candidate(pair: Pair, tokens: np.ndarray, score: float, eos_ids: Sequence[int]) -> Output:
+  reason: FinishReason = "eos" if tokens[-1] in eos_ids else "length"
+  return Output(pair.vocabulary.decode(tokens), tokens, reason, score=score)
 
 
 class _Batch:
@@ -400,7 +409,7 @@ class _Batch:
 
   def __init__(
     self,
-    pair: pairs.LoadedPair,
+    pair: Pair,
     config: GenerationConfig,
     texts: Sequence[str],
     start: int,
@@ -411,14 +420,14 @@ class _Batch:
     rows = [row if row < len(texts) else start for row in range(start, start + size)]
     batch = [texts[row] for row in rows]
     # Sizes are rounded up, so that few programs are compiled, unless positions are limited.
-    is_limited = getattr(getattr(pair.target, "config", None), "num_positions", None) is not None
+    is_limited = getattr(pair.config, "num_positions", None) is not None
     longest = max(len(pair.encode(text)) for text in batch)
     self.prompt = pair.prompt(batch, None if is_limited else batching.size_of_sources(longest))
     self._forced = [forced[row] if forced else () for row in rows for _ in range(count)]
     self.num_forced = np.array([*map(len, self._forced)], np.int32)
     num_before = self.num_forced
     if config.max_length is not None:
-      lengths = np.asarray(pair.target.prompt_tokens(self.prompt)[1])
+      lengths = np.asarray(pair.target.model.prompt_tokens(self.prompt)[1])
       num_before = num_before + np.repeat(lengths, count)
     limits = np.array(config.new_tokens(num_before.tolist()), np.int32)
     self.limits = self.num_forced + limits
@@ -426,85 +435,52 @@ class _Batch:
     self.max_new_tokens = most if is_limited else size_of_outputs(most)
 
   @property
+  def options(self) -> dict[str, Any]:
+    """Arguments of `Decoder.run` and `BeamSearcher.run`."""
+    options: dict[str, Any] = dict(limit=self.limits, max_new_tokens=self.max_new_tokens)
+    return options | ({"num_forced": self.num_forced} if self.num_forced.any() else {})
+
+  @property
   def forced_prefix(self) -> ForcedPrefix:
     """Processor that forces the first tokens of each output."""
     return ForcedPrefix.of(self._forced)
 
 
-class Run:
-  """One call of `generate` (without beams) or `stream`: its texts, settings and tree.
+@dataclasses.dataclass(frozen=True, eq=False)
+class GenerateCall:
+  """Settings of one call of `generate` without beams.
 
-  The arguments are those of `generate`, except that `config` and `settings` hold its settings.
+  Attributes:
+    pair: target and draft.
+    config: settings of generation.
+    tree: tree of draft tokens.
+    lenience: lenience of the verifier.
+    logprobs: whether outputs have log-probabilities.
   """
 
-  def __init__(
-    self,
-    pair: pairs.LoadedPair,
-    config: GenerationConfig,
-    texts: Sequence[str],
-    gamma: int | str | None,
-    tree: Sequence[int] | str | None,
-    settings: DecodeSettings,
-    logprobs: bool = False,
-    forced: Sequence[Sequence[int]] | None = None,
-  ):
-    self.pair, self.config, self.texts, self.settings = pair, config, texts, settings
-    self.forced, self.logprobs = forced, logprobs
-    self.eos_ids = config.eos_ids(pair.vocabulary.eos_id)
-    pad_id = pair.vocabulary.pad_id
-    self.processors = config.processors(pair.target.vocab_size, self.eos_ids, pad_id)
-    gamma = 5 if gamma is None else gamma
-    self.tree = resolve_tree(gamma, tree, pair, texts, settings, _LOG.info)
+  pair: Pair
+  config: GenerationConfig
+  tree: AnyTree
+  lenience: float = 1.0
+  logprobs: bool = False
 
-  def decode(self, start: int, size: int) -> DecodeResult:
-    """Decode texts `start` to `start + size - 1`; see `_Batch` for the last batch."""
-    decoder, prompt, keys, options = self._arguments(start, size)
-    result = decoder.run(self.pair.params, prompt, keys, **options)
-    return require_finite(jax.device_get(result))
-
-  def decode_in_slots(self, num_slots: int) -> Iterator[tuple[int, Output]]:
-    """Decode all texts by continuous batching; yield the index and the output of each text."""
-    decoder, prompt, keys, options = self._arguments(0, len(self.texts))
-    lengths = [len(self.pair.encode(text)) for text in self.texts]
-    found = batching.decode_texts(
-      decoder,
-      self.pair.params,
-      batching.Texts(prompt.__getitem__, lengths, keys, options["limit"]),
-      num_slots=num_slots,
-      max_new_tokens=options["max_new_tokens"],
-      has_encoder=not self.pair.continues,
-    )
-    for i, result, row in found:
-      yield i, self.output(result, row)
-
-  def stream(self) -> Iterator[tuple[DecodeResult, bool]]:
-    """Decode the only text. After each round, yield the result so far and whether it is final."""
-    decoder, prompt, keys, options = self._arguments(0, 1)
-    state = _init(decoder, self.pair.params, prompt, keys, **options)
-    while not state.done[0]:
-      state = _round(decoder, self.pair.params, state)
-      yield require_finite(jax.device_get(decoder.result(state))), bool(state.done[0])
-
-  def _arguments(self, start: int, size: int) -> tuple[Decoder, Any, Any, dict[str, Any]]:
-    """Return the decoder of a batch, and the prompt, keys and options of its method `run`."""
-    pair, count = self.pair, self.config.num_return_sequences or 1
-    batch = _Batch(pair, self.config, self.texts, start, size, self.forced, count)
-    decoder = self.decoder((batch.forced_prefix,) if self.forced else ())
-    keys = sample_keys(self.settings.seed, start, size, count)
-    options: dict[str, Any] = dict(limit=batch.limits)
-    options["max_new_tokens"] = batch.max_new_tokens
-    if self.forced:
-      options["num_forced"] = batch.num_forced
-    if count > 1:
-      options["num_samples"] = count
-    return decoder, batch.prompt, keys, options
+  @functools.cached_property
+  def eos_ids(self) -> tuple[int, ...]:
+    """Tokens that end a text."""
+    return self.config.eos_ids(self.pair.vocabulary.eos_id)
 
   def decoder(self, more_processors: Processors = ()) -> Decoder:
     """Return the decoder, with `more_processors` after the logits processors of the settings."""
-    eos_ids = self.eos_ids if len(self.eos_ids) > 1 else self.eos_ids[0]
-    sampling, lenience = self.settings.sampling, self.settings.lenience
-    processors = (*self.processors, *more_processors)
-    return self.pair.decoder(sampling, self.tree, lenience, eos_ids, processors, self.logprobs)
+    pair, eos_ids, pad_id = self.pair, self.eos_ids, self.pair.vocabulary.pad_id
+    processors = self.config.processors(pair.target.model.vocab_size, eos_ids, pad_id)
+    return pair.decoder(
+      self.config.sampling(),
+      self.tree,
+      self.lenience,
+      eos_ids if len(eos_ids) > 1 else eos_ids[0],
+      (*processors, *more_processors),
+      self.logprobs,
+    )
 
   def output(self, result: DecodeResult, row: int) -> Output:
     """Return the output of a row of a batch."""
@@ -519,7 +495,7 @@ class Run:
     before = np.cumsum(emitted) - emitted
     ran = (emitted > 0) & (before < len(tokens) + num_forced)
     rounds = jax.tree.map(lambda of_all: of_all[ran, row], result.rounds)
-    tree = self.pair.guesses(self.settings.sampling, self.tree)
+    tree = self.pair.guesses(self.config.sampling(), self.tree)
     parents = () if isinstance(tree, DynamicTree) else tree.parents
     read = functools.partial(read_rounds, result, row, self.pair.vocabulary.pieces, parents)
     output = Output(decode(tokens), tokens, reason, rounds, _read=read)
@@ -543,6 +519,44 @@ class Run:
     return next(length for length in range(1, len(tokens) + 1) if has_stop(length))
 
 
+def _decode_in_slots(
+  call: GenerateCall, texts: Sequence[str], num_slots: int, seed: int
+) -> list[Output]:
+  """Return the outputs for texts, which are decoded by continuous batching."""
+  pair, batch = call.pair, _Batch(call.pair, call.config, texts, 0, len(texts), None)
+  found = batching.decode_texts(
+    call.decoder(),
+    pair.params,
+    batching.Texts(
+      batch.prompt.__getitem__,
+      [len(pair.encode(text)) for text in texts],
+      sample_keys(seed, 0, len(texts), 1),
+      batch.limits,
+    ),
+    num_slots=num_slots,
+    max_new_tokens=batch.max_new_tokens,
+    has_encoder=not pair.continues,
+  )
+  outputs = {i: call.output(result, row) for i, result, row in found}
+  return [outputs[i] for i in range(len(texts))]
+
+
+def _tree(
+  pair: Pair,
+  texts: Sequence[str],
+  gamma: int | str | None,
+  tree: Sequence[int] | str | None,
+  config: GenerationConfig,
+  batch_size: int,
+  seed: int,
+  lenience: float,
+) -> AnyTree:
+  """Return the tree of draft tokens of a call of `generate`, which may calibrate first."""
+  longest = config.max_new_tokens or config.max_length or DEFAULT_NEW_TOKENS
+  settings = DecodeSettings(config.sampling(), batch_size, longest, seed, lenience)
+  return resolve_tree(5 if gamma is None else gamma, tree, pair, texts, settings, _LOG.info)
+
+
 def sample_keys(seed: int, start: int, size: int, count: int) -> Array:
   """Return `count` keys for each of `size` texts from `start` on; the first is as in `row_keys`."""
   keys = row_keys(seed, start, size)
@@ -561,6 +575,16 @@ _init = jax.jit(Decoder.init, static_argnames=("max_new_tokens", "num_samples"))
 _round = jax.jit(Decoder.round)
 
 
+def _warn_of_truncation(pair: Pair, texts: Sequence[str]) -> None:
+  count = sum(len(pair.vocabulary.encode(text)) > pair.max_source_tokens for text in texts)
+  if count:
+    warnings.warn(
+      f"{count} of {len(texts)} texts have more than max_source_tokens "
+      f"({pair.max_source_tokens}) tokens, and were truncated.",
+      stacklevel=4,
+    )
+
+
 def _require_texts(texts: Sequence[str]) -> Sequence[str]:
   """Return the texts, or raise InputError if they are one string or one has a NUL character."""
   if isinstance(texts, str):
@@ -568,34 +592,3 @@ def _require_texts(texts: Sequence[str]) -> Sequence[str]:
   for place, text in enumerate(texts):
     require_text(f"texts[{place}]", text)
   return texts
-
-
-def _with_compile_cache(load: Callable[P, pairs.LoadedPair]) -> Callable[P, Pair]:
-  """Wrap a function that loads a pair to enable the compilation cache and return a `Pair`.
-
-  The cache is in the default folder of the command line, unless jax is already configured with a
-  folder. The wrapper warns of settings of the checkpoint that `Pair.generate` does not support.
-  """
-
-  @functools.wraps(load)
-  def loading(*args: P.args, **kwargs: P.kwargs) -> Pair:
-    if not getattr(jax.config, "jax_compilation_cache_dir", None):
-      enable_compile_cache(default_cache_dir())
-    with warnings.catch_warnings():
-      warnings.simplefilter("ignore", pairs.GenerationWarning)
-      pair = Pair(*load(*args, **kwargs))
-    ignored = {name: value for name, value in pair.generation.items() if name not in SETTINGS}
-    if ignored:
-      stated = ", ".join(f"{name} {value!r:.60}" for name, value in ignored.items())
-      warnings.warn(
-        f"The checkpoint {pair.target_path or pair.target_name} sets {stated}. transformers "
-        "applies these in generate; specdec_jax does not support them, so that outputs may differ.",
-        stacklevel=2,
-      )
-    return pair
-
-  return loading
-
-
-load_pair = _with_compile_cache(pairs.load_pair)
-random_pair = _with_compile_cache(pairs.random_pair)

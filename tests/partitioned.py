@@ -31,13 +31,14 @@ from experiments.tpu_v4.hlo import executed_collectives
 from specdec_jax.core.decode import Decoder
 from specdec_jax.core.sampling import Sampling, row_keys
 from specdec_jax.core.trees import Tree, branching, chain
+from specdec_jax.core.types import DraftSpec, Loaded
 from specdec_jax.core.verify.tokens import TokenVerifier
 from specdec_jax.drafts.heads import speculator_config
 from specdec_jax.drafts.model import ModelDraft
 from specdec_jax.models.config import GPTConfig
 from specdec_jax.models.families import model_of
 from specdec_jax.models.partitioning import make_mesh, sharded
-from specdec_jax.pairs import LoadedPair
+from specdec_jax.pair import Pair
 from specdec_jax.train.batches import ParallelText
 from specdec_jax.train.speculators import speculator_objective
 from specdec_jax.train.trainer import TrainSettings, train
@@ -62,7 +63,7 @@ BATCH, LIMIT = 8, 12
 RUNS = {"chain": (chain(3), 1.0), "tree": (branching(2, 2), 1.0)}
 
 
-def pair(config) -> LoadedPair:
+def pair(config) -> Pair:
   """Return a pair in the parameter layout of t5x, with a draft whose guesses are often accepted."""
   params = tiny_pair.random_params(config, 0)
   rng = np.random.default_rng(1)
@@ -70,21 +71,15 @@ def pair(config) -> LoadedPair:
   def noisy(x):
     return x + 0.3 * float(x.std()) * rng.normal(size=x.shape).astype(np.float32)
 
-  return LoadedPair(
-    target=model_of(config),
-    target_params=params,
-    target_name="target",
-    draft=functools.partial(ModelDraft, model_of(config)),
-    draft_params=jax.tree.map(noisy, params),
-    draft_name="near",
-    vocabulary=None,
-    task="tiny",
-    dtype="float32",
+  draft = functools.partial(ModelDraft, model_of(config))
+  return Pair(
+    Loaded("target", model_of(config), params, vocabulary=None),
+    DraftSpec("near", draft, jax.tree.map(noisy, params)),
     max_source_tokens=7,
   )
 
 
-def decode(pair: LoadedPair, tree: Tree, temperature: float) -> dict:
+def decode(pair: Pair, tree: Tree, temperature: float) -> dict:
   """Decode a batch and inspect the compiled program.
 
   Returns:
@@ -96,10 +91,10 @@ def decode(pair: LoadedPair, tree: Tree, temperature: float) -> dict:
   texts = np.pad(tiny.sources(CONFIGS["t5"], 0, BATCH), ((0, 0), (0, 1)))
   texts[range(BATCH), (texts > 0).sum(axis=1)] = 1  # EOS
   prompt = jnp.asarray(texts)
-  first, _ = jax.eval_shape(pair.target.prompt_tokens, prompt)
+  first, _ = jax.eval_shape(pair.target.model.prompt_tokens, prompt)
   num_slots = first.shape[1] + LIMIT + tree.num_nodes
   arguments = pair.params, prompt, row_keys(0, 0, BATCH)
-  decoder = Decoder(pair.target, pair.draft(sampling, tree), TokenVerifier(sampling))
+  decoder = Decoder(pair.target.model, pair.draft.build(sampling, tree), TokenVerifier(sampling))
   program = Decoder.run.lower(decoder, *arguments, max_new_tokens=LIMIT).compile()
   decoded = multihost_utils.process_allgather(program(decoder, *arguments), tiled=True)
   hlo = program.as_text()
@@ -154,8 +149,7 @@ def main(port: str = "", process: str = "") -> None:
   """
   runs = {("t5", 1): ("tree",), ("t5", 4): ("tree",), ("t5", 2): ()}
   runs |= {("gpt", 1): ("chain",), ("gpt", 4): ("chain",)}
-  runs |= {("t5gemma", 1): ("tree",), ("t5gemma", 4): (), ("t5gemma", 8): ("tree",)}
-  runs |= {("bart", 1): ("chain",), ("bart", 4): (), ("bart", 8): ("chain",)}
+  runs |= dict.fromkeys([("t5gemma", 4), ("t5gemma", 8), ("bart", 4), ("bart", 8)], ())
   if port:
     jax.distributed.initialize(f"127.0.0.1:{port}", 2, int(process))
     runs = {("t5", 4): ("tree",)}
@@ -166,8 +160,8 @@ def main(port: str = "", process: str = "") -> None:
       decoding_pair = sharded(decoding_pair, make_mesh(model_parallel, _devices()))
     results[f"{family} {model_parallel}"] = dict(
       runs={name: decode(decoding_pair, *RUNS[name]) for name in names},
-      target=shard_shapes(decoding_pair.target_params),
-      draft=shard_shapes(decoding_pair.draft_params),
+      target=shard_shapes(decoding_pair.target.params),
+      draft=shard_shapes(decoding_pair.draft.params),
     )
   if not port:
     results["trained 4"] = trained(4)

@@ -1,5 +1,6 @@
 """Test the public interface of `specdec_jax`, as a user's program uses it."""
 
+import dataclasses
 import json
 import math
 import pathlib
@@ -16,7 +17,6 @@ from specdec_jax.core.trees import Tree, chain
 from specdec_jax.core.verify.blocks import BlockVerifier
 from specdec_jax.core.verify.tokens import TokenVerifier
 from specdec_jax.errors import InputError
-from specdec_jax.generate import Pair
 from specdec_jax.measure import calibrate
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
@@ -25,7 +25,7 @@ SHORT = dict(max_new_tokens=16)
 
 
 def own_pair():
-  return Pair(*tiny_pair.pair())
+  return tiny_pair.pair()
 
 
 @pytest.mark.slow
@@ -44,7 +44,7 @@ def test_loading_a_pair_enables_the_compilation_cache(tmp_path, monkeypatch):
   paths = [str(tiny_pair.folder() / name) for name in ("target", "near", "vocabulary.model")]
   code = (
     "import sys, jax, specdec_jax; pair = specdec_jax.load_pair(*sys.argv[1:], dtype='auto'); "
-    "print(jax.config.jax_compilation_cache_dir, pair.target_name, pair.dtype)"
+    "print(jax.config.jax_compilation_cache_dir, pair.target.name, pair.dtype)"
   )
   monkeypatch.setenv("JAX_COMPILATION_CACHE_DIR", str(tmp_path / "kept"))
   said = subprocess.run(
@@ -117,7 +117,7 @@ def test_auto_chooses_the_fastest_and_logs_why(monkeypatch, caplog):
   ids=str,
 )
 def test_pieces_of_a_stream_concatenate_to_the_output(how, verifier):
-  pair = own_pair()._replace(verifier=verifier)
+  pair = dataclasses.replace(own_pair(), verifier=verifier)
   (whole,) = pair.generate(TEXTS[1:2], **how, **SHORT)
   pieces = [*pair.stream(TEXTS[1], **how, **SHORT)]
   assert "".join(pieces) == whole.text

@@ -7,7 +7,7 @@ import threading
 
 import pytest
 
-from specdec_jax.atomic_files import atomic_write
+from specdec_jax.core.atomic_files import atomic_write
 
 
 @pytest.fixture(autouse=True)

@@ -32,10 +32,10 @@ from specdec_jax.drafts.heads import speculator_config
 from specdec_jax.drafts.model import ModelDraft
 from specdec_jax.drafts.prompt_lookup import PromptLookupDraft
 from specdec_jax.errors import InputError
+from specdec_jax.load import head_factory
 from specdec_jax.models.gpt import GPTModel
 from specdec_jax.models.partitioning import PartitionedModel, make_mesh
 from specdec_jax.models.t5 import T5Model
-from specdec_jax.pairs.speculators import head_factory
 
 LIMIT, EOS = 9, 1
 T5 = tiny.config(layers=1)

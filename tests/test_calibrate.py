@@ -365,7 +365,7 @@ def test_settings_that_a_calibration_depends_on():
   assert on() == on() == on(texts=TEXTS[1:])
   trained = jax.tree.map(lambda x: x * 1.01, pair.target.params)
   others = [
-    on(pair=pair._replace(target_params=trained)),
+    on(pair=tiny_pair.changed(pair, params=trained)),
     on(pair=other),
     on(texts=TEXTS[:1]),
     on(sampling=Sampling(1.0)),

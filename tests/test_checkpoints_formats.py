@@ -30,9 +30,9 @@ from specdec_jax.checkpoints.load import load_params, open_checkpoint
 from specdec_jax.checkpoints.stored import param_shapes
 from specdec_jax.core import memory
 from specdec_jax.errors import InputError
+from specdec_jax.load import load_pair
 from specdec_jax.models.families import for_decoding
 from specdec_jax.models.sizes import t5_config
-from specdec_jax.pairs import load_pair
 
 GATED = tiny.config(vocab_size=128, layers=2, num_decoder_layers=3)
 TIED = tiny.config(vocab_size=128, layers=1, gated=False, activation="relu", tied_logits=True)
@@ -470,7 +470,7 @@ def test_model_larger_than_memory_is_rejected_without_reading_it(monkeypatch, fo
 
 def test_memory_check_includes_both_models_of_a_pair(monkeypatch):
   folder = tiny_pair.folder()
-  size = sum(x.nbytes for x in jax.tree.leaves(tiny_pair.pair().target_params))
+  size = sum(x.nbytes for x in jax.tree.leaves(tiny_pair.pair().target.params))
   load = functools.partial(load_pair, str(folder / "target"), str(folder / "near"))
   monkeypatch.setattr(memory, "_device_memory", lambda mesh: 1.5 * size)
   with pytest.raises(InputError, match="near with its target would take at least"):

@@ -20,9 +20,9 @@ from specdec_jax.core.sampling import Sampling
 from specdec_jax.core.trees import chain
 from specdec_jax.data.vocabularies import open_vocabulary
 from specdec_jax.errors import InputError
+from specdec_jax.load import load_pair
 from specdec_jax.models.families import for_decoding, module_of
 from specdec_jax.models.sizes import gpt_config
-from specdec_jax.pairs import load_pair
 
 TEXTS = ["Ein kleines Mädchen spielt.", "日本語 🎉🎉", " two  spaces\n\nand lines \n", ""]
 
@@ -368,7 +368,7 @@ def folders(tmp_path_factory):
 @pytest.mark.slow
 def test_pair_emits_the_tokens_of_its_target(folders, vocabulary):
   pair = load_pair(*folders, vocabulary.path)
-  assert (pair.target_name, pair.draft_name) == ("target", "draft") and pair.continues
+  assert (pair.target.name, pair.draft.name) == ("target", "draft") and pair.continues
   texts = ["A man runs through", "", "Drei Männer"]
   prompt, keys = pair.prompt(texts), jax.random.split(jax.random.key(0), 3)
 

@@ -18,9 +18,10 @@ from safetensors.numpy import load_file, save_file
 from test_checkpoints_formats import assert_rejected, hf_tensors, params, write_hf
 
 from specdec_jax.checkpoints.load import load_params, open_checkpoint
+from specdec_jax.core.generation_config import GenerationConfig
 from specdec_jax.data.vocabularies import open_vocabulary
 from specdec_jax.errors import InputError
-from specdec_jax.pairs import load_pair
+from specdec_jax.load import load_pair
 
 CONFIG = tiny.config(vocab_size=128, layers=1)
 
@@ -63,7 +64,7 @@ def test_pair_named_as_on_the_hub(tmp_path, hub):
   shutil.copy(vocabulary, folder / "spiece.model")
   hub(folder, "google/tiny-t5")
   pair = load_pair(*["google/tiny-t5"] * 3)
-  assert (pair.target_name, pair.draft_name) == ("tiny-t5", "tiny-t5")
+  assert (pair.target.name, pair.draft.name) == ("tiny-t5", "tiny-t5")
   assert len(pair.vocabulary) == config.vocab_size
   for name in ("google/other-t5", "google/tiny_t5"):
     assert_rejected(name, name, "was not downloaded from the Hugging Face Hub")
@@ -193,19 +194,20 @@ def t5_and_words(tmp_path):
     (dict(min_new_tokens=3, encoder_no_repeat_ngram_size=2), "encoder_no_repeat_ngram_size 2, min"),
   ],
 )
-def test_ignored_generation_settings_are_named_once(t5_and_words, stated, named):
+def test_commands_name_the_generation_settings_that_they_do_not_apply(t5_and_words, stated, named):
   folder, words = t5_and_words
   change(folder, task_specific_params={"summarization": {"num_beams": 4}})
   for file in ("config.json", "generation_config.json"):  # the second overrides the first
     change(folder, file, **stated)
     with warnings.catch_warnings(record=True) as caught:
       warnings.simplefilter("always")
-      load_pair(str(folder), str(folder), words.path)
+      pair = load_pair(str(folder), str(folder), words.path)
+      assert not caught
+      pair.processors(GenerationConfig())
     said = [str(warning.message) for warning in caught]
     assert len(said) == (named is not None)
     if named:
-      assert said[0].startswith(f"{folder}/{file} sets {named}")
-      assert "and so does Pair.generate; the commands of specdec do not" in said[0]
+      assert said[0].startswith(f"{folder} sets {named}")
 
 
 def test_list_of_eos_ids(t5_and_words):
@@ -221,8 +223,7 @@ def test_list_of_eos_ids(t5_and_words):
       change(folder, "generation_config.json", eos_token_id=eos_ids)
       assert load().vocabulary.eos_id == 1
   change(folder, "generation_config.json", eos_token_id=[1, 5])
-  with pytest.warns(UserWarning, match=r"sets eos_token_id \[1, 5\]\. "):
-    load()
+  assert load().target.generation == {"eos_token_id": [1, 5]}
   change(folder, "generation_config.json", eos_token_id=[5, 7])
   with pytest.raises(InputError, match="ends a text with token 5 or 7 but .* with 1;"):
     load()
@@ -268,13 +269,16 @@ def test_models_in_memory_equal_their_checkpoints(t5_and_words):
     want = load_pair(str(folder), str(folder), words.path)
     for model in ((fields, state), (stored.config, params)):
       pair = load_pair(model, model, words.path)
-      jax.tree.map(np.testing.assert_array_equal, pair.target_params, want.target_params)
-      jax.tree.map(np.testing.assert_array_equal, pair.draft_params, want.draft_params)
-      assert pair.target_path is None and "in memory" in pair.target_name
+      jax.tree.map(np.testing.assert_array_equal, pair.target.params, want.target.params)
+      jax.tree.map(np.testing.assert_array_equal, pair.draft.params, want.draft.params)
+      assert pair.target.path is None and "in memory" in pair.target.name
       if model[0] is fields:
-        assert (pair.generation, pair.tasks) == (want.generation, want.tasks)
-  assert want.generation == {"no_repeat_ngram_size": 2}
-  assert want.tasks["summarization"] == {"prefix": "sum: ", "min_length": 3}
+        assert (pair.target.generation, pair.target.tasks) == (
+          want.target.generation,
+          want.target.tasks,
+        )
+  assert want.target.generation == {"no_repeat_ngram_size": 2}
+  assert want.target.tasks["summarization"] == {"prefix": "sum: ", "min_length": 3}
   with pytest.raises(InputError, match="give its vocabulary too"):
     load_pair((fields, state))
   with pytest.raises(InputError, match="model_type in the dict in memory/config.json is 'bert'"):

@@ -1,5 +1,7 @@
 """Test drafts that are composed of other drafts."""
 
+import dataclasses
+
 import jax
 import numpy as np
 import pytest
@@ -7,33 +9,28 @@ import tiny_pair
 
 from specdec_jax.core.sampling import Sampling
 from specdec_jax.core.trees import chain
+from specdec_jax.core.types import DraftSpec
 from specdec_jax.core.verify.blocks import BlockVerifier
+from specdec_jax.drafts.composed import cascade_draft, draft_sampling, forest_draft, stopping_draft
 from specdec_jax.drafts.layer_skip import layer_skip
 from specdec_jax.drafts.prompt_lookup import prompt_lookup
 from specdec_jax.errors import InputError
-from specdec_jax.pairs import (
-  DraftFactory,
-  cascade_draft,
-  checkpoint_draft,
-  draft_sampling,
-  forest_draft,
-  stopping_draft,
-)
+from specdec_jax.load import checkpoint_draft
 
 GREEDY, RANDOM = Sampling(0.0), Sampling()
 
 
-def near(target) -> DraftFactory:
+def near(target) -> DraftSpec:
   return checkpoint_draft(target, str(tiny_pair.folder() / "near"))
 
 
 def named(name: str):
   """Return a draft factory whose `build` returns the arguments of the call."""
-  return lambda target: DraftFactory(name, lambda sampling, tree: (sampling, tree), name.upper())
+  return lambda target: DraftSpec(name, lambda sampling, tree: (sampling, tree), name.upper())
 
 
 def test_cascade_divides_gamma_among_its_drafts():
-  target = tiny_pair.pair().loaded_target
+  target = tiny_pair.pair().target
   factory = cascade_draft(target, [near, prompt_lookup], [2])
   assert factory.name == "near, then copy-3" and len(factory.params) == 2
 
@@ -44,14 +41,14 @@ def test_cascade_divides_gamma_among_its_drafts():
 
 
 def test_drafts_of_a_forest_are_branches():
-  factory = forest_draft(tiny_pair.pair().loaded_target, [near, prompt_lookup])
+  factory = forest_draft(tiny_pair.pair().target, [near, prompt_lookup])
   draft = factory.build(GREEDY, chain(2))
   assert factory.name == "near and copy-3" and draft.tree.parents == (0, 0, 1, 2)
 
 
 @pytest.mark.usefixtures("unchecked")
 def test_draft_sampling_overrides_the_sampling_of_the_draft():
-  target, tree = tiny_pair.pair().loaded_target, chain(3)
+  target, tree = tiny_pair.pair().target, chain(3)
   factory = draft_sampling(target, named("a"), temperature=0.5, top_k=3)
   assert factory.name == "a (temperature 0.5, top_k 3)" and factory.params == "A"
   assert factory.build(Sampling(top_p=0.9), tree) == (Sampling(0.5, 3, 0.9), tree)
@@ -68,24 +65,23 @@ def test_draft_sampling_overrides_the_sampling_of_the_draft():
 )
 def test_invalid_composition_is_rejected(make, sentence):
   with pytest.raises(InputError, match=sentence):
-    make(tiny_pair.pair().loaded_target).build(RANDOM, chain(2))
+    make(tiny_pair.pair().target).build(RANDOM, chain(2))
 
 
 def test_draft_that_stops_early_requires_token_verification():
   pair = tiny_pair.pair()
-  pair = pair.with_draft(stopping_draft(pair.loaded_target, near, 0.5))._replace(
-    verifier=BlockVerifier
-  )
+  pair = dataclasses.replace(pair, verifier=BlockVerifier)
+  pair = pair.with_draft(stopping_draft(pair.target, near, 0.5))
   with pytest.raises(InputError, match=r"near \(stops below 0.5\) stops early"):
     pair.decoder(RANDOM, chain(2))
 
 
 def test_layer_skip_shares_the_targets_arrays():
   pair = tiny_pair.pair()
-  with_layers = pair.with_draft(layer_skip(pair.loaded_target, [0]))
-  assert with_layers.draft_name == "layers 0"
-  target_arrays = {id(leaf) for leaf in jax.tree.leaves(pair.target_params)}
-  assert {id(leaf) for leaf in jax.tree.leaves(with_layers.draft_params)} < target_arrays
+  with_layers = pair.with_draft(layer_skip(pair.target, [0]))
+  assert with_layers.draft.name == "layers 0"
+  target_arrays = {id(leaf) for leaf in jax.tree.leaves(pair.target.params)}
+  assert {id(leaf) for leaf in jax.tree.leaves(with_layers.draft.params)} < target_arrays
   # The target has one layer, so the draft equals the target and every guess is accepted.
   out = with_layers.decode_fn(GREEDY, chain(3))(
     pair.prompt(tiny_pair.SENTENCES[:2]), jax.random.split(jax.random.key(0), 2), max_new_tokens=12
@@ -98,4 +94,4 @@ def test_layer_skip_shares_the_targets_arrays():
 def test_invalid_layers_are_rejected(layers):
   pair = tiny_pair.pair()
   with pytest.raises(InputError, match="decoder has layers 0 to 0"):
-    pair.with_draft(layer_skip(pair.loaded_target, layers))
+    pair.with_draft(layer_skip(pair.target, layers))

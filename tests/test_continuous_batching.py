@@ -19,7 +19,6 @@ from specdec_jax.core.verify.tokens import TokenVerifier
 from specdec_jax.core.wrappers import WrappedModel
 from specdec_jax.drafts.model import ModelDraft
 from specdec_jax.errors import InputError
-from specdec_jax.generate import Pair
 from specdec_jax.models.t5 import T5Model
 from specdec_jax.serve.slots import Slots, Text
 

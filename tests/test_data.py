@@ -14,7 +14,7 @@ from specdec_jax.data.vocabularies import open_vocabulary
 from specdec_jax.data.vocabulary import PAD_ID, padded
 from specdec_jax.data.word_pieces import train_word_pieces
 from specdec_jax.errors import InputError
-from specdec_jax.pairs import EMBEDDED
+from specdec_jax.load import EMBEDDED
 
 
 @pytest.fixture(scope="module")

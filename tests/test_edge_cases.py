@@ -20,7 +20,6 @@ from specdec_jax.core.trees import chain
 from specdec_jax.core.verify.tokens import TokenVerifier
 from specdec_jax.drafts.model import ModelDraft
 from specdec_jax.errors import InputError
-from specdec_jax.generate import Pair
 from specdec_jax.models.gpt import GPTModel
 from specdec_jax.models.t5 import T5Model
 
@@ -175,13 +174,13 @@ def test_logits_that_are_not_finite_end_only_their_own_rows(speculation):
 def test_setting_that_exceeds_memory_is_rejected(monkeypatch, pair, name):
   monkeypatch.setattr(memory, "_device_memory", lambda mesh: 16e9)
   with pytest.raises(InputError, match="GB; ask for less|positions"):
-    Pair(*pair()).generate(["A man runs."], **{name: 10**9})
+    pair().generate(["A man runs."], **{name: 10**9})
 
 
 def test_batch_that_exceeds_memory_is_rejected(monkeypatch):
   """The estimate includes the caches of all rows, and nothing is computed for the 10,000 rows."""
   monkeypatch.setattr(memory, "_device_memory", lambda mesh: 50e6)
-  pair = Pair(*tiny_pair.pair())
+  pair = tiny_pair.pair()
   with pytest.raises(InputError, match="a batch of 10000 .* would take at least"):
     pair.generate(["A man runs."] * 10_000, batch_size=10_000)
 

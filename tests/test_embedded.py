@@ -17,8 +17,8 @@ from specdec_jax.core.sampling import Sampling, row_keys
 from specdec_jax.core.trees import chain
 from specdec_jax.core.verify.tokens import TokenVerifier
 from specdec_jax.data.text import read_lines
+from specdec_jax.load import EMBEDDED, asset, load_pair
 from specdec_jax.measure.alpha import measure_alpha
-from specdec_jax.pairs import EMBEDDED, asset, load_pair
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 MULTI30K = pathlib.Path(os.environ.get("SPECDEC_SHARED", "../shared")) / "data" / "multi30k"
@@ -47,7 +47,7 @@ def test_bundled_pair_is_small_enough_for_a_repository():
 def test_draft_decoder_is_one_to_two_orders_of_magnitude_smaller(pair):
   target, draft = (
     sum(x.size for x in jax.tree.leaves(params["decoder"]))
-    for params in (pair.target_params, pair.draft_params)
+    for params in (pair.target.params, pair.draft.params)
   )
   assert 10 <= target / draft <= 100
 
@@ -56,14 +56,16 @@ def test_draft_decoder_is_one_to_two_orders_of_magnitude_smaller(pair):
 def test_greedy_output_equals_autoregressive_decoding(sentences, draft, batch_size=8, gamma=7):
   """`test_api.py` compares outputs of single sentences with the notebook."""
   pair = load_pair(draft=asset(f"multi30k_ende/{draft}"))
-  limit, params = dict(max_new_tokens=LIMIT), (pair.target_params, pair.draft_params)
-  draft = pair.draft(GREEDY, chain(gamma))
+  limit, params = dict(max_new_tokens=LIMIT), (pair.target.params, pair.draft.params)
+  draft = pair.draft.build(GREEDY, chain(gamma))
   for first in range(0, 24, batch_size):
     batch = sentences[first : first + batch_size]
     inputs = pair.prompt(batch, width=48), row_keys(0, first, batch_size)
-    expected = autoregressive_decode(pair.target, params[0], *inputs, sampling=GREEDY, **limit)
+    expected = autoregressive_decode(
+      pair.target.model, params[0], *inputs, sampling=GREEDY, **limit
+    )
     out = speculative_decode(
-      pair.target, draft, *params, *inputs, verifier=TokenVerifier(GREEDY), **limit
+      pair.target.model, draft, *params, *inputs, verifier=TokenVerifier(GREEDY), **limit
     )
     assert identical([expected], [out]), f"gamma {gamma}, batch {batch_size}, sentence {first}"
     assert out.num_rounds < 0.6 * expected.num_rounds, "too few guesses are accepted"
@@ -77,7 +79,7 @@ def test_alpha_at_temperature_0_agrees_with_the_readme_of_the_pair(pair, sentenc
   prompts, generated = [], []
   for first in range(0, len(test_sentences), 8):  # the batches of the test above
     prompts.append(pair.prompt(test_sentences[first : first + 8], width=48))
-    inputs = pair.target, pair.target_params, prompts[-1], row_keys(0, first, 8)
+    inputs = pair.target.model, pair.target.params, prompts[-1], row_keys(0, first, 8)
     generated.append(autoregressive_decode(*inputs, max_new_tokens=LIMIT, sampling=GREEDY))
   alpha = measure_alpha(pair, prompts, generated, GREEDY).alpha
   readme = (EMBEDDED / "README.md").read_text()

@@ -43,6 +43,7 @@ from specdec_jax.exactness.samples import (
   cut_into_cells,
 )
 from specdec_jax.models.layers import RelativePositionBias
+from specdec_jax.models.simulated import SimulatedModel
 
 pytestmark = pytest.mark.slow
 
@@ -214,6 +215,10 @@ def of_any_judge(sampling):
   )
 
 
+def simulated(pair):
+  return tiny_pair.changed(pair, model=SimulatedModel(pair.target.model, 0.5))
+
+
 def with_target(change):
   """Return a pair whose target's `extend` is `change`, a function of (model, params, cache,
   *block)."""
@@ -233,7 +238,9 @@ def test_verification_faults_are_detected(fault):
 
 def test_dropped_bonus_token_is_detected():
   """The output is correct, so only the number of rounds shows it."""
-  pair = dataclasses.replace(tiny_pair.pair(), verifier=lambda sampling: JudgedBy(sampling, drops_bonus))
+  pair = dataclasses.replace(
+    tiny_pair.pair(), verifier=lambda sampling: JudgedBy(sampling, drops_bonus)
+  )
   rounds, fewest = rounds_of_self_draft(pair, TEXTS, chain(GAMMA), 4, 12)
   assert rounds > 1.2 * fewest
 
@@ -277,7 +284,12 @@ def forgetful(proposal, temperature):
 
 def test_top_k_on_one_side_only_is_detected():
   pair, sampling = tiny_pair.pair(), SAMPLINGS["top-p"]
-  models = pair.target.model, pair.draft.build(sampling, chain(GAMMA)), pair.target.params, pair.draft.params
+  models = (
+    pair.target.model,
+    pair.draft.build(sampling, chain(GAMMA)),
+    pair.target.params,
+    pair.draft.params,
+  )
   plainly = TokenVerifier(Sampling(sampling.temperature))
   decode = functools.partial(speculative_decode, *models, verifier=plainly)
   joint = sampled(sampling=sampling, decode=decode)
@@ -320,7 +332,11 @@ class Backwards(tiny.ChangedModel):
 def off_tree(target):
   """Return the share of surplus rounds of the self-draft per path, and the texts that are not
   ties."""
-  pair, tree, texts = tiny_pair.pair()._replace(target=target), branching(3, 2, 1), SENTENCES[:16]
+  pair, tree, texts = (
+    tiny_pair.changed(tiny_pair.pair(), model=target),
+    branching(3, 2, 1),
+    SENTENCES[:16],
+  )
   rounds, fewest = rounds_of_self_draft(pair, texts, tree, 16, 24, by_paths=True)
   decoders = tiny_pair.pair().decode_fn(GREEDY, chain(0)), pair.decode_fn(GREEDY, tree)
   settings = DecodeSettings(GREEDY, 16, 24)
@@ -419,11 +435,16 @@ def test_wrong_position_of_node_3_is_not_rounding(monkeypatch):
 
 
 def test_rounding_bound_depends_on_the_dtype():
+  def share(pair, **changes):
+    model = pair.target.model
+    config = dataclasses.replace(model.config, **changes)
+    return share_of(tiny_pair.changed(pair, model=dataclasses.replace(model, config=config)))
+
   pair = tiny_pair.pair()
-  assert share_of(pair._replace(kernels="xla")) == 1e-3
-  assert share_of(pair._replace(kernels="xla", dtype="bfloat16")) == 0.03
-  assert share_of(pair._replace(kernels="skinny")) == 0
-  assert share_of(tiny_pair.gpt_pair()._replace(kernels="skinny")) == 1e-3
+  assert share(pair, kernels="xla") == 1e-3
+  assert share(pair, kernels="xla", dtype=jnp.bfloat16) == 0.03
+  assert share(pair, kernels="skinny") == 0
+  assert share(tiny_pair.gpt_pair(), kernels="skinny") == 1e-3
 
 
 # Paths.
@@ -562,7 +583,10 @@ def test_fault_is_printed_and_exits_with_status_1(capsys):
 
   forgets_top_k.__name__ = "TokenVerifier"  # the verifier by which its rounds are scored
   with pytest.raises(SystemExit) as ended:
-    check(pair=dataclasses.replace(tiny_pair.pair(), verifier=forgets_top_k), samplings=[Sampling(top_k=10)])
+    check(
+      pair=dataclasses.replace(tiny_pair.pair(), verifier=forgets_top_k),
+      samplings=[Sampling(top_k=10)],
+    )
   assert ended.value.code == 1
   row = next(row for row in report(capsys)[0] if row[1] == "samples")
   assert row[:4] == ["FAIL", "samples", "temperature 1 top-k 10, gamma 2, batch 4", "p = 0"]
@@ -610,14 +634,17 @@ def test_samples_that_are_too_few_to_count_are_not_checked(capsys):
     ({"dynamic": [(1, 2)]}, "number of a tree's guesses is 0"),
     ({"trees": [()]}, "number of a tree's guesses is 0"),
     ({"trees": [(1,)]}, "level order"),
-    ({"pair": dataclasses.replace(tiny_pair.pair(), verifier=TypicalVerifier)}, "TypicalVerifier is lossy"),
+    (
+      {"pair": dataclasses.replace(tiny_pair.pair(), verifier=TypicalVerifier)},
+      "TypicalVerifier is lossy",
+    ),
     ({"level": 0.0}, "level is 0.0"),
     ({"samples_per_text": 0}, "samples_per_text is 0"),
     ({"batch_sizes": [0]}, "batch_size is 0"),
     ({"num_guesses": 0}, "num_guesses is 0"),
     ({"long_tokens": -1}, "long_tokens is -1"),
     ({"generation": GenerationConfig(top_k=9)}, "generation has top_k, which a command does not"),
-    ({"pair": tiny_pair.pair()._replace(simulated_alpha=0.5)}, "acceptance is simulated"),
+    ({"pair": simulated(tiny_pair.pair())}, "acceptance is simulated"),
   ],
 )
 def test_invalid_input_raises(changes, words):

@@ -13,8 +13,8 @@ from specdec_jax.checkpoints.folder import save_model
 from specdec_jax.core.sampling import Sampling, row_keys
 from specdec_jax.core.trees import branching, chain
 from specdec_jax.core.types import Params
+from specdec_jax.load import load_pair
 from specdec_jax.models.kernels import skinny
-from specdec_jax.pairs import load_pair
 
 pytestmark = pytest.mark.slow
 
@@ -41,7 +41,7 @@ CASES = [
 def folder(family):
   """Save a target and a draft whose guesses are often accepted; return the folder."""
   path = tiny_pair.folder() / family
-  sizes = dict(vocab_size=tiny_pair.pair().target.vocab_size, layers=1)
+  sizes = dict(vocab_size=tiny_pair.pair().target.model.vocab_size, layers=1)
   config = tiny.config(**sizes, **FAMILIES[family])
   params = tiny.params(config, 0, peak=2.0)
   save_model(str(path / "target"), config, params)
@@ -72,7 +72,7 @@ def test_greedy_outputs_with_a_draft_equal_those_without(family, options):
 def test_beam_search_with_a_draft_equals_the_one_without(family):
   pair = load(family, kernels="xla")
   prompt = pair.prompt(tiny_pair.SENTENCES[:4])
-  params = Params(pair.target_params, pair.draft_params)
+  params = Params(pair.target.params, pair.draft.params)
   plain, ours = (
     pair.beam_searcher(3, gamma).run(params, prompt, max_new_tokens=LIMIT) for gamma in (0, 2)
   )
@@ -85,4 +85,4 @@ def test_text_longer_than_the_absolute_positions_is_refused():
   pair = load("BART", kernels="xla")
   prompt = pair.prompt(tiny_pair.SENTENCES[:1])
   with pytest.raises(ValueError, match="the model has 64; lower max_new_tokens"):
-    jax.eval_shape(lambda: pair.target.prefill(pair.target_params, prompt, 65))
+    jax.eval_shape(lambda: pair.target.model.prefill(pair.target.params, prompt, 65))

@@ -14,7 +14,6 @@ from specdec_jax import run
 from specdec_jax.core.sampling import Sampling
 from specdec_jax.core.verify.tokens import TokenVerifier
 from specdec_jax.errors import InputError
-from specdec_jax.pairs import verifier_from
 
 GIN = pathlib.Path(__file__).resolve().parents[1] / "gin"
 RUNS = sorted(path.stem for path in (GIN / "runs").glob("*.gin"))
@@ -148,7 +147,7 @@ def test_measuring_runs_use_the_draft_of_the_existing_records(name):
   """The default draft of `load_pair` is that of the quickstart, not the one of these records."""
   try:
     run.parse_gin([str(GIN / "runs" / f"{name}.gin")])
-    draft = gin.query_parameter("pairs.load_pair.draft")
+    draft = gin.query_parameter("load.load_pair.draft")
     assert pathlib.Path(draft.scoped_configurable_fn()).parts[-2:] == ("multi30k_ende", "draft")
   finally:
     gin.clear_config()
@@ -164,7 +163,7 @@ def test_verifier_bound_by_gin_creates_an_instance_of_the_original_class():
     gin.clear_config()
   assert verifier is not TokenVerifier
   assert (
-    verifier_from(verifier, Sampling())
+    verifier(Sampling()).with_lenience(1.0)
     == TokenVerifier(Sampling())
-    != verifier_from(verifier, Sampling(), 0.5)
+    != verifier(Sampling()).with_lenience(0.5)
   )

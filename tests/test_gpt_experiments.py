@@ -66,9 +66,9 @@ def mix_rows(model, params, cache, tokens, tree, first):
 
 def test_checker_detects_rows_that_attend_to_the_prompt_of_another_row(capsys):
   pair = tiny_pair.gpt_pair()
-  target = tiny.ChangedModel(pair.target, mix_rows)
+  target = tiny.ChangedModel(pair.target.model, mix_rows)
   with pytest.raises(SystemExit):
-    check(pair._replace(target=target), [RANDOM], [4])
+    check(tiny_pair.changed(pair, model=target), [RANDOM], [4])
   lines = capsys.readouterr().out.split("\n")
   results = {line[5:].split(":")[0]: line[:4] for line in lines if "batch 4" in line}
   assert results == {
@@ -83,7 +83,9 @@ def test_checker_detects_rows_that_attend_to_the_prompt_of_another_row(capsys):
 def test_simulated_acceptance_rate_is_alpha_after_ragged_prompts():
   """For 16 texts of 60 tokens, the tolerance is 5 standard errors, plus 0.02 for guesses of EOS."""
   alpha, pair = 0.6, tiny_pair.gpt_pair("random")
-  pair = pair._replace(target=SimulatedModel(pair.target, alpha, pair.vocabulary.eos_id))
+  pair = tiny_pair.changed(
+    pair, model=SimulatedModel(pair.target.model, alpha, pair.vocabulary.eos_id)
+  )
   prompt = pair.prompt([*TEXTS[:3], *"abcdefghiklmn"])
   assert len(np.unique((np.asarray(prompt) > 0).sum(axis=1))) > 2
   out = jax.device_get(

@@ -673,8 +673,9 @@ def test_run_writes_a_report_of_its_records_and_first_texts(tmp_path, calls, cap
 
 def test_run_of_own_models_names_them_and_no_task(tmp_path, calls, capsys):
   """The page names the models by their paths, because many folders are called target and draft."""
-  own = dict(task=None, target_path="target", draft_path="my/draft")
-  speedup.speedup(tiny_pair.pair()._replace(**own), TEXTS, str(tmp_path), **SETTINGS)
+  pair = tiny_pair.pair().with_target(path="target")
+  pair = pair.with_draft(dataclasses.replace(pair.draft, path="my/draft"))
+  speedup.speedup(dataclasses.replace(pair, task=None), TEXTS, str(tmp_path), **SETTINGS)
   page = read_report(tmp_path)
   (heading,) = page.all("h1")
   assert heading.text == "Speculative decoding: target with my/draft"

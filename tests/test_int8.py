@@ -15,11 +15,11 @@ from specdec_jax.core.sampling import Sampling, row_keys
 from specdec_jax.core.trees import chain
 from specdec_jax.drafts.heads import HEADS, speculator_config
 from specdec_jax.errors import InputError
+from specdec_jax.load import checkpoint_draft, frequent_tokens, load_pair, speculator
 from specdec_jax.measure.alpha import proposals
 from specdec_jax.models.kernels import skinny
 from specdec_jax.models.partitioning import make_mesh, param_shardings
 from specdec_jax.models.quantization import quantize
-from specdec_jax.pairs import checkpoint_draft, frequent_tokens, load_pair, speculator
 
 pytestmark = pytest.mark.slow
 
@@ -52,10 +52,10 @@ def logits_of(pair):
 
   @jax.jit
   def logits(params):
-    _, cache = pair.target.prefill(params, prompt, 8)
-    return pair.target.extend(params, cache, tokens)[0]
+    _, cache = pair.target.model.prefill(params, prompt, 8)
+    return pair.target.model.extend(params, cache, tokens)[0]
 
-  return np.asarray(logits(pair.target_params))
+  return np.asarray(logits(pair.target.params))
 
 
 @pytest.mark.parametrize("kernels", KERNELS)
@@ -69,14 +69,14 @@ def test_logits_are_those_of_the_rounded_weights(kernels):
     values, scale = quantize(np.asarray(x))
     return jnp.asarray(values * scale)
 
-  expected = whole._replace(
-    target_params=jax.tree_util.tree_map_with_path(rounded, whole.target_params)
+  expected = tiny_pair.changed(
+    whole, params=jax.tree_util.tree_map_with_path(rounded, whole.target.params)
   )
   got, want = logits_of(pair), logits_of(expected)
   np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-4 * want.std())
   assert np.abs(want - logits_of(whole)).max() > 1e-3 * want.std()
-  stored = dict(jax.tree_util.tree_leaves_with_path(whole.target_params))
-  for path, x in jax.tree_util.tree_leaves_with_path(pair.target_params):
+  stored = dict(jax.tree_util.tree_leaves_with_path(whole.target.params))
+  for path, x in jax.tree_util.tree_leaves_with_path(pair.target.params):
     assert (x.dtype == jnp.int8) == (path[-1].key == "kernel"), name_of(path)
     if path[-1].key not in ("kernel", "kernel_scale"):
       np.testing.assert_array_equal(x, stored[path])
@@ -92,7 +92,7 @@ def test_outputs_are_those_of_the_quantized_target(draft_weights):
   )
   np.testing.assert_array_equal(together.tokens, alone.tokens)
   assert together.num_rounds < alone.num_rounds
-  kernels = [x for x in jax.tree.leaves(pair.draft_params) if x.dtype == jnp.int8]
+  kernels = [x for x in jax.tree.leaves(pair.draft.params) if x.dtype == jnp.int8]
   assert bool(kernels) == (draft_weights == "int8")
 
 
@@ -112,9 +112,9 @@ def restricted(count: int = 12):
 def q_of(pair, num_tokens: int = 6):
   prompt = pair.prompt(tiny_pair.SENTENCES[:3])
   tokens = np.random.default_rng(0).integers(2, len(pair.vocabulary), (3, num_tokens))
-  draft = pair.draft(RANDOM, chain(1))
-  ask = functools.partial(proposals, pair.target, draft)
-  return np.asarray(ask(pair.target_params, pair.draft_params, prompt, tokens.astype(np.int32))[1])[
+  draft = pair.draft.build(RANDOM, chain(1))
+  ask = functools.partial(proposals, pair.target.model, draft)
+  return np.asarray(ask(pair.target.params, pair.draft.params, prompt, tokens.astype(np.int32))[1])[
     :, :, 0
   ]
 
@@ -126,8 +126,8 @@ def test_q_is_that_of_the_output_tokens_alone(weights):
     checkpoint_draft, model=str(tiny_pair.folder() / "near"), weights=weights
   )
   tokens = restricted()(pair.vocabulary)
-  whole = q_of(pair.with_draft(draft(pair.loaded_target)))
-  some = q_of(pair.with_draft(draft(pair.loaded_target, output_tokens=restricted())))
+  whole = q_of(pair.with_draft(draft(pair.target)))
+  some = q_of(pair.with_draft(draft(pair.target, output_tokens=restricted())))
   assert not np.delete(some, tokens, axis=-1).any()
   want = whole[..., tokens] / whole[..., tokens].sum(axis=-1, keepdims=True)
   np.testing.assert_allclose(some[..., tokens], want, rtol=1e-4, atol=1e-6)
@@ -149,15 +149,17 @@ def test_frequent_tokens_are_counted_and_include_eos():
 @pytest.mark.parametrize("kind", [*HEADS])
 def test_heads_are_quantized_and_propose_output_tokens_only(kind, tmp_path):
   pair = load()
-  config = speculator_config(pair.target.config, kind, gamma=3, emb_dim=8, mlp_dim=16, num_layers=1)
+  config = speculator_config(
+    pair.target.model.config, kind, gamma=3, emb_dim=8, mlp_dim=16, num_layers=1
+  )
   save_model(str(tmp_path), config, tiny_pair.random_params(config, 0))
   options = dict(path=str(tmp_path), weights="int8")
   if kind in TARGET_LOGITS:
     with pytest.raises(InputError, match="no logits of its own"):
-      speculator(pair.loaded_target, **options, output_tokens=restricted())
+      speculator(pair.target, **options, output_tokens=restricted())
   else:
     options["output_tokens"] = restricted()
-  drafted = pair.with_draft(speculator(pair.loaded_target, **options))
+  drafted = pair.with_draft(speculator(pair.target, **options))
   if kind not in TARGET_LOGITS:
     q, tokens = q_of(drafted), restricted()(pair.vocabulary)
     assert not np.delete(q, tokens, axis=-1).any()

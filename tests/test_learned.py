@@ -26,13 +26,14 @@ from test_contract import (
   t5gemma,
 )
 
-from specdec_jax import pairs
+from specdec_jax import load as loading
 from specdec_jax.checkpoints.folder import open_folder, save_model
 from specdec_jax.commands import train as commands
 from specdec_jax.core.sampling import distribution
 from specdec_jax.core.trees import chain
 from specdec_jax.core.types import Context, Outcome, Verification
 from specdec_jax.data.vocabularies import open_vocabulary
+from specdec_jax.drafts import composed
 from specdec_jax.drafts.heads import (
   HEADS,
   SpeculatorConfig,
@@ -44,7 +45,6 @@ from specdec_jax.errors import InputError
 from specdec_jax.measure.alpha import proposals
 from specdec_jax.models.families import module_of, with_feature_layers
 from specdec_jax.models.layers import norm
-from specdec_jax.pairs import speculators
 from specdec_jax.train.batches import Batch
 from specdec_jax.train.objectives import divergences
 from specdec_jax.train.speculators import speculator_objective, warm_start
@@ -112,9 +112,7 @@ def test_training_logits_equal_those_of_decoding(kind, of, layers):
   width = shape.emb_dim * max(1, len(models.target.feature_layers))
   config = module(kind, shape, layers=layers, state_dim=width)
   own = tiny_pair.random_params(config, 3)
-  drafter = speculators.head_factory(
-    kind, config, own, tiny.loaded(None, models.target, models.params)
-  )
+  drafter = loading.head_factory(kind, config, own, tiny.loaded(None, models.target, models.params))
   first = kind == "pass"  # its first draft token is the target's
   prompts = models.prompts
   if not shape.has_encoder:  # it trains on texts of its own
@@ -148,7 +146,7 @@ def test_decoder_drafts_as_it_was_trained(kind, tree):
   models = t5()
   config = module(kind, models.target.config)
   own, drawn = tiny_pair.random_params(config, 3), np.random.default_rng(0)
-  draft = speculators.head_factory(
+  draft = loading.head_factory(
     "", config, own, tiny.loaded(None, models.target, models.params)
   ).build(RANDOM, tree)
   batch, num_slots, length, anchors = len(models.prompts), 24, 1, []
@@ -238,13 +236,13 @@ def test_pair_gives_each_draft_the_states_that_it_reads():
   pair = tiny_pair.pair()
   layers = (0,)
   config = functools.partial(speculator_config, kind="features", layers=layers, emb_dim=8)
-  load = functools.partial(speculators.random_speculator, config=config)
-  tree = functools.partial(pairs.tree_draft, draft=load, widths=(2,))
-  with_tree = pair.with_draft(tree(pair.loaded_target))
-  assert with_tree.target.feature_layers == with_tree.draft_factory.feature_layers == layers
-  assert with_tree.with_draft(pair.draft_factory).target.feature_layers == ()
+  load = functools.partial(loading.random_speculator, config=config)
+  tree = functools.partial(composed.tree_draft, draft=load, widths=(2,))
+  with_tree = pair.with_draft(tree(pair.target))
+  assert with_tree.target.model.feature_layers == with_tree.draft.features == layers
+  assert with_tree.with_draft(pair.draft).target.model.feature_layers == ()
   with pytest.raises(InputError, match="cannot be joined with another draft"):
-    pairs.forest_draft(pair.loaded_target, [load, load])
+    composed.forest_draft(pair.target, [load, load])
 
 
 def test_chosen_layers_are_stored(tmp_path):
@@ -342,7 +340,7 @@ def trained(tmp_path_factory):
 
 def load(path):
   folder = tiny_pair.folder()
-  return pairs.load_pair(
+  return loading.load_pair(
     target=str(folder / "target"),
     draft=str(path / "speculator"),
     vocabulary=str(folder / "vocabulary.model"),
@@ -355,13 +353,13 @@ def test_trained_head_is_loaded_as_a_draft_and_its_score_has_improved(trained):
   lengths = [json.loads(line)["valid_acceptance_length"] for line in lines]
   assert len(lengths) == 6 and lengths[-1] > lengths[0]
   pair = load(trained)
-  assert pair.draft_name == "speculator"
+  assert pair.draft.name == "speculator"
   prompt, keys = pair.prompt(tiny_pair.SENTENCES[:4]), jax.random.split(jax.random.key(0), 4)
   plain = pair.decode_fn(GREEDY, chain(0))(prompt, keys, max_new_tokens=LIMIT)
   ours = pair.decode_fn(GREEDY, chain(4))(prompt, keys, max_new_tokens=LIMIT)
   np.testing.assert_array_equal(ours.tokens, plain.tokens)
   with pytest.raises(InputError, match="makes up to 4 guesses"):
-    pair.draft(GREEDY, chain(5))
+    pair.draft.build(GREEDY, chain(5))
 
 
 @pytest.mark.parametrize("kind", HEADS)
@@ -376,13 +374,11 @@ def test_each_kind_is_loaded_from_its_folder(kind, tmp_path):
   own = jax.tree.map(stored, tiny_pair.random_params(config, 0))
   save_model(str(tmp_path), config, own)
   words = open_vocabulary(str(tiny_pair.folder() / "vocabulary.model"))
-  loaded = pairs.speculator(tiny.loaded(words, models.target, models.params), str(tmp_path))
-  mine = speculators.head_factory(
-    kind, config, own, tiny.loaded(None, models.target, models.params)
-  )
+  loaded = loading.speculator(tiny.loaded(words, models.target, models.params), str(tmp_path))
+  mine = loading.head_factory(kind, config, own, tiny.loaded(None, models.target, models.params))
   jax.tree.map(np.testing.assert_array_equal, loaded.params, mine.params)
   if kind in ("eagle", "heads", "parallel"):  # trees as in measurements
-    tree = pairs.tree_draft(tiny.loaded(words), lambda target: mine, num_guesses=15)
+    tree = composed.tree_draft(tiny.loaded(words), lambda target: mine, num_guesses=15)
     shapes = [tree.build(GREEDY, chain(depth)).tree for depth in (1, 5)]
     assert [(shape.num_guesses, shape.depth) for shape in shapes] == [(1, 1), (15, 5)]
 
@@ -391,23 +387,23 @@ def test_head_of_another_target_raises(trained):
   folder = tiny_pair.folder()
   words = dict(vocabulary=str(folder / "vocabulary.model"))
   with pytest.raises(InputError, match="lives on the states of a target"):
-    pairs.load_pair(target=str(trained / "speculator"), draft=str(folder / "near"), **words)
-  as_draft = functools.partial(pairs.speculator, path=str(folder / "near"))
+    loading.load_pair(target=str(trained / "speculator"), draft=str(folder / "near"), **words)
+  as_draft = functools.partial(loading.speculator, path=str(folder / "near"))
   with pytest.raises(InputError, match="is a model by itself"):
-    pairs.load_pair(target=str(folder / "target"), draft=as_draft, **words)
-  mine = functools.partial(pairs.speculator, path=str(trained / "speculator"))
+    loading.load_pair(target=str(folder / "target"), draft=as_draft, **words)
+  mine = functools.partial(loading.speculator, path=str(trained / "speculator"))
   with pytest.raises(InputError, match="give the target that it was trained on|this one"):
-    pairs.load_pair(target=str(folder / "random"), draft=mine, **words)
+    loading.load_pair(target=str(folder / "random"), draft=mine, **words)
 
 
 @pytest.mark.parametrize("kind", ["early_exit", "pass"])
 def test_draft_that_reads_the_targets_cache_raises_in_beam_search(kind):
   folder = tiny_pair.folder()
-  pair = pairs.load_pair(
+  pair = loading.load_pair(
     *(str(folder / name) for name in ("target", "near", "vocabulary.model")), kernels="xla"
   )
-  config = speculator_config(pair.target.config, kind)
+  config = speculator_config(pair.target.model.config, kind)
   own = tiny_pair.random_params(config, 0)
-  made = speculators.head_factory(kind, config, own, pair.loaded_target)
+  made = loading.head_factory(kind, config, own, pair.target)
   with pytest.raises(InputError, match="another draft"):
     pair.with_draft(made).beam_searcher(2, 2)

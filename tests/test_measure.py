@@ -34,6 +34,7 @@ from specdec_jax.data.quality import quality
 from specdec_jax.drafts.model import ModelDraft
 from specdec_jax.drafts.prompt_lookup import PromptLookupDraft
 from specdec_jax.errors import InputError
+from specdec_jax.load import random_pair
 from specdec_jax.measure import costs as costing
 from specdec_jax.measure import measure as measuring
 from specdec_jax.measure import records
@@ -63,7 +64,6 @@ from specdec_jax.measure.timing import interleaved_medians
 from specdec_jax.models.families import for_decoding
 from specdec_jax.models.simulated import SimulatedModel
 from specdec_jax.models.t5 import T5Model
-from specdec_jax.pairs import random_pair
 
 GREEDY, RANDOM = Sampling(0.0), Sampling(1.0)
 TEXTS = [tiny_pair.SENTENCES[i] for i in (0, 14, 60)]
@@ -80,8 +80,8 @@ def decoded(sampling):
   pair = tiny_pair.pair()
   prompt = pair.prompt(TEXTS)
   output = autoregressive_decode(
-    pair.target,
-    pair.target_params,
+    pair.target.model,
+    pair.target.params,
     prompt,
     row_keys(0, 0, len(TEXTS)),
     max_new_tokens=LIMIT,
@@ -124,9 +124,9 @@ def test_beta_is_the_sum_of_the_smaller_probabilities(draft, sampling):
 
 
 def logits_and_q(pair, prompt, tokens, sampling):
-  draft = pair.draft(sampling, chain(1))
+  draft = pair.draft.build(sampling, chain(1))
   q = draft_probs(pair, draft, prompt, tokens)
-  return teacher_forced_logits(pair.target, pair.target_params, prompt, tokens), q
+  return teacher_forced_logits(pair.target.model, pair.target.params, prompt, tokens), q
 
 
 @pytest.mark.slow
@@ -396,8 +396,8 @@ def test_costs_are_those_of_real_rounds(monkeypatch):
 )
 def test_order_of_calls_matches_the_order_of_costs(verifier):
   """Verifiers that need draft tokens are not used in autoregressive steps."""
-  pair = tiny_pair.pair()._replace(verifier=verifier)
-  drafts = [pair.draft(GREEDY, chain(gamma)) for gamma in (1, 3)]
+  pair = dataclasses.replace(tiny_pair.pair(), verifier=verifier)
+  drafts = [pair.draft.build(GREEDY, chain(gamma)) for gamma in (1, 3)]
   calls = round_calls(pair, drafts, pair.prompt(TEXTS[:1]), GREEDY, LIMIT)
   ends = [jax.eval_shape(call) for call in calls]
   gammas = [state.rounds.guesses.shape[-1] for state in ends[:10]]
@@ -408,7 +408,7 @@ def test_order_of_calls_matches_the_order_of_costs(verifier):
 
 def test_rounds_of_a_dynamic_tree_can_be_timed():
   pair = tiny_pair.pair()
-  draft = pair.draft(GREEDY, DynamicTree(6, 3))
+  draft = pair.draft.build(GREEDY, DynamicTree(6, 3))
   calls = round_calls(pair, [draft], pair.prompt(TEXTS[:1]), GREEDY, LIMIT)
   ends = [jax.eval_shape(call) for call in calls]
   assert [state.rounds.guesses.shape[-1] for state in ends[2:6]] == [6] * 4
@@ -440,9 +440,10 @@ def pair_of(target_layers, draft_layers, kernels="xla"):
     params = params if kernels == "xla" else tiny.packed(params)
     models += [T5Model(dataclasses.replace(cfg, kernels=kernels)), params]
   target, target_params, model, draft_params = models
-  return tiny_pair.pair()._replace(
-    target=target,
-    target_params=target_params,
+  return tiny_pair.changed(
+    tiny_pair.pair(),
+    model=target,
+    params=target_params,
     draft=functools.partial(ModelDraft, model),
     draft_params=draft_params,
   )
@@ -466,7 +467,9 @@ def test_operations_equal_those_counted_by_hand(kernels):
 
 
 def test_draft_by_lookup_has_no_matmuls():
-  pair = pair_of(4, 1)._replace(draft=lambda sampling, tree: PromptLookupDraft(512, tree, 3))
+  pair = tiny_pair.changed(
+    pair_of(4, 1), draft=lambda sampling, tree: PromptLookupDraft(512, tree, 3)
+  )
   assert operations_ratio(pair, PROMPT, RANDOM) == 0
 
 
@@ -669,8 +672,8 @@ def test_batches_and_samples_have_no_finite_length_prediction_or_comparison(tmp_
 @pytest.mark.slow
 def test_simulated_acceptance_is_recorded_as_such(tmp_path, quick):
   real = tiny_pair.pair()
-  target = SimulatedModel(real.target, 0.6, real.vocabulary.eos_id)
-  pair = real._replace(target=target, simulated_alpha=0.6)
+  target = SimulatedModel(real.target.model, 0.6, real.vocabulary.eos_id)
+  pair = tiny_pair.changed(real, model=target)
   texts, results = tiny_pair.SENTENCES[:8], str(tmp_path / "results.jsonl")
   settings = DecodeSettings(GREEDY, batch_size=8, max_new_tokens=32)
   (r,) = measure(pair, texts, results, [settings], [3], Timing(repeats=1))

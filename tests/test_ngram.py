@@ -219,7 +219,7 @@ def test_sampled_output_has_the_targets_joint_distribution(order=1):
   size = len(pair.vocabulary)
   ngrams = fit_ngrams([pair.vocabulary.encode(text) for text in tiny_pair.SENTENCES], size)
   draft = functools.partial(NgramDraft, order, size)
-  decode = pair._replace(draft=draft, draft_params=ngrams).decode_fn(Sampling(), chain(2))
+  decode = tiny_pair.changed(pair, draft=draft, draft_params=ngrams).decode_fn(Sampling(), chain(2))
   joint = compare_samples(
     pair, tiny_pair.SENTENCES[:4], decode, DecodeSettings(Sampling(), 4, 4), 400
   )

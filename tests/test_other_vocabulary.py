@@ -25,8 +25,9 @@ from specdec_jax.drafts.other_vocabulary import (
   spell,
 )
 from specdec_jax.errors import InputError
+from specdec_jax.load import checkpoint_draft, load_pair
 from specdec_jax.models.families import model_of
-from specdec_jax.pairs import LoadedPair, checkpoint_draft, load_pair
+from specdec_jax.pair import Pair
 
 pytestmark = pytest.mark.slow
 
@@ -153,19 +154,22 @@ def small(target, **options):
 
 
 @functools.cache
-def pair() -> LoadedPair:
+def pair() -> Pair:
   target, words = (str(tiny_pair.folder() / name) for name in ("target", "vocabulary.model"))
   return load_pair(target, small, words, max_source_tokens=24)
 
 
-def decode(pair: LoadedPair, temperature: float, tree, texts=TEXTS):
+def decode(pair: Pair, temperature: float, tree, texts=TEXTS):
   decode = pair.decode_fn(Sampling(temperature=temperature), tree)
   return decode(pair.prompt(texts), jax.random.split(jax.random.key(1), len(texts)), **LIMIT)
 
 
 def test_q_is_the_draft_distribution_restricted_to_shared_tokens(temperature=0.5):
   """The expected q comes from teacher-forced logits of the draft model, in numpy."""
-  draft, params = pair().draft(Sampling(temperature=temperature), chain(3)), pair().draft_params
+  draft, params = (
+    pair().draft.build(Sampling(temperature=temperature), chain(3)),
+    pair().draft.params,
+  )
   draft = draft.with_reread(5)  # of the whole text
   words, own = pair().vocabulary, SentencePieces(small_vocabulary())
   prompt, batch = pair().prompt(TEXTS), len(TEXTS)
@@ -204,7 +208,7 @@ def test_q_is_the_draft_distribution_restricted_to_shared_tokens(temperature=0.5
     expected[..., i] = weights[..., partner[i]]
   expected /= expected.sum(axis=-1, keepdims=True)
   np.testing.assert_allclose(proposal.q, expected, atol=1e-5)
-  assert pair().draft_name == f"small, {len(shared)} shared tokens"
+  assert pair().draft.name == f"small, {len(shared)} shared tokens"
 
 
 def test_greedy_outputs_of_a_dynamic_tree_are_the_targets():
@@ -215,7 +219,7 @@ def test_greedy_outputs_of_a_dynamic_tree_are_the_targets():
 def test_equal_vocabulary_does_not_change_the_rounds(temperature=1.0):
   shared = tiny_pair.pair()
   near, words = (str(tiny_pair.folder() / name) for name in ("near", "vocabulary.model"))
-  wrapped = shared.with_draft(checkpoint_draft(shared.loaded_target, near, vocabulary=words))
+  wrapped = shared.with_draft(checkpoint_draft(shared.target, near, vocabulary=words))
   one, other = (decode(each, temperature, chain(3)) for each in (shared, wrapped))
   assert one.rounds.acceptance_counts()[0].sum() > 10
   for x, y in zip(jax.tree.leaves(one), jax.tree.leaves(other), strict=True):
@@ -261,7 +265,7 @@ def test_error_of_a_draft_with_another_vocabulary_says_what_to_do():
 
 
 def test_draft_with_another_format_of_prompts_raises():
-  loaded, words = tiny_pair.gpt_pair().loaded_target, small_vocabulary()
+  loaded, words = tiny_pair.gpt_pair().target, small_vocabulary()
   with pytest.raises(InputError, match="another format of prompts"):
     checkpoint_draft(loaded, str(tiny_pair.folder() / "small"), vocabulary=words)
 

@@ -33,12 +33,12 @@ from specdec_jax.data.vocabularies import (
 )
 from specdec_jax.drafts.uniform import uniform
 from specdec_jax.errors import InputError
+from specdec_jax.load import load_pair, random_pair
 from specdec_jax.measure.measure import settings_to_measure
 from specdec_jax.models import sizes
 from specdec_jax.models.families import for_decoding, init_params
 from specdec_jax.models.kernels import skinny
 from specdec_jax.models.sizes import t5_config
-from specdec_jax.pairs import load_pair, random_pair
 from specdec_jax.run import main
 
 PARTS = dict(target="target", draft="near")
@@ -55,18 +55,18 @@ def load(folder=None, **changes):
 
 def test_load_pair():
   pair = load(task="tiny", max_source_tokens=20)
-  assert (pair.target_name, pair.draft_name, pair.task) == ("target", "near", "tiny")
-  assert pair.target.vocab_size == len(pair.vocabulary) == 72
+  assert (pair.target.name, pair.draft.name, pair.task) == ("target", "near", "tiny")
+  assert pair.target.model.vocab_size == len(pair.vocabulary) == 72
   assert pair.max_source_tokens == 20
   for dtype in ("float32", "bfloat16"):
     pair = load(dtype=dtype)
     assert pair.dtype == dtype
-    target = dict(pair.target_params)
+    target = dict(pair.target.params)
     table = target.pop("token_embedder")["embedding"]
-    assert table.dtype == pair.target.config.activations
+    assert table.dtype == pair.target.model.config.activations
     assert {leaf.dtype for leaf in jax.tree.leaves(target)} == {jnp.dtype(dtype)}
     # With kernels, matrices of a draft are int8 in bfloat16, and otherwise remain as stored.
-    kernel = pair.draft_params["decoder"]["layers_0"]["mlp"]["wo"]["kernel"]
+    kernel = pair.draft.params["decoder"]["layers_0"]["mlp"]["wo"]["kernel"]
     kept = "bfloat16" if dtype == "float32" else "int8"
     assert kernel.dtype == (kept if skinny.is_available(jnp.dtype(dtype)) else dtype)
 
@@ -74,15 +74,15 @@ def test_load_pair():
 def test_pair_of_own_models_has_no_task_and_records_its_paths():
   paths = {role: str(tiny_pair.folder() / name) for role, name in PARTS.items()}
   pair = load_pair(**paths)
-  assert (pair.task, pair.target_path, pair.draft_path) == (None, *paths.values())
+  assert (pair.task, pair.target.path, pair.draft.path) == (None, *paths.values())
   (setting,) = settings_to_measure(pair, ["A man"], [DecodeSettings(Sampling())], [3])
   assert setting.subject == "{target} with {draft}".format(**paths)
-  assert pair.with_draft(uniform(pair.loaded_target)).draft_path is None
+  assert pair.with_draft(uniform(pair.target)).draft.path is None
 
 
 def test_bundled_pair_has_its_task():
   pair = load_pair(draft=uniform)
-  assert (pair.task, pair.target_path) == (
+  assert (pair.task, pair.target.path) == (
     "multi30k_ende",
     "specdec_jax/assets/multi30k_ende/target",
   )
@@ -121,7 +121,7 @@ def test_eos_of_any_vocabulary_ends_the_prompt_of_a_random_pair(monkeypatch):
   monkeypatch.setitem(sizes._GPT_SIZES["gpt2"], "tiny", (8, 2, 4, 1, 16))
   pair = random_pair("tiny", "tiny", 0.5, "gpt2")
   texts = "A man is riding a horse.", "Two dogs."
-  _, lengths = pair.target.prompt_tokens(pair.prompt(texts))
+  _, lengths = pair.target.model.prompt_tokens(pair.prompt(texts))
   assert lengths.tolist() == [len(pair.encode(text)) - 1 for text in texts]
 
 
@@ -132,7 +132,7 @@ def test_random_pair_of_another_family_accepts_all_draft_tokens(monkeypatch, fam
   monkeypatch.setitem(sizes._GEMMA_STACKS, "tiny", (8, 2, 1, 4, 16, 2))
   monkeypatch.setattr(sizes, "_T5GEMMA_SIZES", ("tiny-tiny",))
   pair = specdec_jax.random_pair(size, size, 1.0, family)
-  assert pair.target_name == f"{family}_{size}" and pair.draft_name == f"{family}_{size}"
+  assert pair.target.name == f"{family}_{size}" and pair.draft.name == f"{family}_{size}"
   output = pair.generate(["A man is riding a horse."], gamma=3, max_new_tokens=16)[0]
   assert len(output.tokens) == 16 and output.acceptance_length == 4
 
@@ -150,11 +150,11 @@ def test_checkpoints_of_t5x_and_orbax(tmp_path, path):
       checkpointer.save(tmp_path / path, {"params": params})
   for role in ("target", "draft"):
     pair = load(**{role: path}, folder=tmp_path, kernels="xla")
-    assert getattr(pair, f"{role}_name") == "t5_tiny"
+    assert getattr(pair, role).name == "t5_tiny"
     config = dataclasses.replace(rows, vocab_size=72, padded_vocab_size=128)
     want = for_decoding(config, params)[1]
-    jax.tree.map(np.testing.assert_array_equal, getattr(pair, f"{role}_params"), want)
-    assert pair.target.vocab_size == 72
+    jax.tree.map(np.testing.assert_array_equal, getattr(pair, role).params, want)
+    assert pair.target.model.vocab_size == 72
 
 
 def test_embedding_table_of_another_vocabulary_is_not_padding(tmp_path):
@@ -216,8 +216,8 @@ def test_t5_is_loaded_by_its_folder_alone(tmp_path):
   folder = str(t5_folder(tmp_path / "hf", 32128))
   write_words(tmp_path / "hf" / "spiece.model", 32000)
   pair = load_pair(folder, folder)
-  assert pair.target.vocab_size == 32100 == len(pair.vocabulary)
-  assert pair.target_params["token_embedder"]["embedding"].shape == (32128, 16)
+  assert pair.target.model.vocab_size == 32100 == len(pair.vocabulary)
+  assert pair.target.params["token_embedder"]["embedding"].shape == (32128, 16)
   assert pair.vocabulary.path == f"{folder}/spiece.model"
   with pytest.raises(InputError, match="32128 tokens .* has 32000, 0 extra_ids .* has 100"):
     load_pair(folder, folder, extra_ids=0)
@@ -234,7 +234,7 @@ def test_folder_with_only_tokenizer_json(tmp_path, capsys):
   tokenizer.decoder = decoders.Metaspace()
   tokenizer.save(f"{folder}/tokenizer.json")
   pair = load_pair(folder, folder)
-  assert len(pair.vocabulary) == 172 == pair.target.vocab_size
+  assert len(pair.vocabulary) == 172 == pair.target.model.vocab_size
   with pytest.raises(InputError, match="extra_ids is 100, but .*tokenizer.json lists all"):
     load_pair(folder, folder, extra_ids=100)
   (tmp_path / "in.txt").write_text("A man\n")
@@ -262,29 +262,29 @@ CUT = """
 import functools, sys
 import jax
 from specdec_jax.models.partitioning import REPLICATED, make_mesh, param_shardings
-from specdec_jax.pairs import load_pair, random_pair
+from specdec_jax.load import load_pair, random_pair
 
 mesh = make_mesh(model_parallel=2)
 target, draft, vocabulary = sys.argv[1:]
 shardings = functools.partial(param_shardings, mesh=mesh)
 whole = functools.partial(param_shardings, mesh=mesh, rules=REPLICATED)
 pair = load_pair(target, draft, vocabulary, shardings=shardings, draft_shardings=whole)
-layer = pair.target_params["decoder"]["layers_0"]
+layer = pair.target.params["decoder"]["layers_0"]
 kernel = layer["self_attention"]["query"]["kernel"]
 assert {x.data.shape for x in kernel.addressable_shards} == {(16, 8)}, kernel.sharding
 assert {x.data.shape for x in layer["mlp"]["wo"]["kernel"].addressable_shards} == {(16, 16)}
-layer = pair.draft_params["decoder"]["layers_0"]
+layer = pair.draft.params["decoder"]["layers_0"]
 kernel = layer["self_attention"]["query_key_value"]["kernel"]
 assert kernel.is_fully_replicated and len(kernel.addressable_shards) == 2
 alone = load_pair(target, target, vocabulary, shardings=whole, draft_shardings=shardings)
-both = jax.tree.leaves_with_path((pair.target_params, alone.draft_params))
+both = jax.tree.leaves_with_path((pair.target.params, alone.draft.params))
 assert all(len(x.addressable_shards) == 2 for _, x in both)
-same = jax.tree.map(lambda x, y: bool((x == y).all()), pair.target_params, alone.draft_params)
+same = jax.tree.map(lambda x, y: bool((x == y).all()), pair.target.params, alone.draft.params)
 assert all(jax.tree.leaves(same))
 pair = random_pair("tiny", "tiny", 0.5, shardings=shardings, draft_shardings=whole)
-kernel = pair.target_params["decoder"]["layers_0"]["self_attention"]["query"]["kernel"]
+kernel = pair.target.params["decoder"]["layers_0"]["self_attention"]["query"]["kernel"]
 assert {x.data.shape for x in kernel.addressable_shards} == {(8, 6)}, kernel.sharding
-assert pair.draft_params["decoder"]["logits_dense"]["kernel"].is_fully_replicated
+assert pair.draft.params["decoder"]["logits_dense"]["kernel"].is_fully_replicated
 """
 
 
@@ -308,7 +308,7 @@ def test_public_checkpoints_by_gin(monkeypatch, capsys, family, xl):
     opened.append(path)
     return open_folder(str(tiny_pair.folder() / "target"))
 
-  monkeypatch.setattr("specdec_jax.pairs.load.open_checkpoint", open_checkpoint)
+  monkeypatch.setattr("specdec_jax.load.open_checkpoint", open_checkpoint)
   flags = ["--gin.TARGET=%XL", "--gin.INPUT='gone.txt'"]
   flags += [f"--gin.VOCABULARY={str(tiny_pair.folder() / 'vocabulary.model')!r}"]
   files = ["--gin_file=gin/runs/speedup.gin", f"--gin_file=gin/models/{family}.gin"]
@@ -434,12 +434,17 @@ def test_random_pair_has_the_published_sizes_and_the_given_alpha(version, dtype)
   def size(tree):
     return sum(leaf.size for leaf in jax.tree.leaves(tree))
 
-  assert size(pair.target_params) == size(pair.draft_params) == size(published)
-  assert {x.dtype for x in jax.tree.leaves(pair.target_params)} == {jnp.dtype(dtype)}
+  assert size(pair.target.params) == size(pair.draft.params) == size(published)
+  assert {x.dtype for x in jax.tree.leaves(pair.target.params)} == {jnp.dtype(dtype)}
   sampling, sources = Sampling(temperature=0.0), tiny_pair.SENTENCES[:8]
   keys = jax.random.split(jax.random.key(0), len(sources))
   decoded = speculative_decode(
-    *(pair.target, pair.draft(sampling, chain(1)), pair.target_params, pair.draft_params),
+    *(
+      pair.target.model,
+      pair.draft.build(sampling, chain(1)),
+      pair.target.params,
+      pair.draft.params,
+    ),
     *(pair.prompt(sources), keys),
     max_new_tokens=64,
     verifier=TokenVerifier(sampling),

@@ -60,26 +60,17 @@ def eight():
   return result_of(start(8))
 
 
-@pytest.mark.parametrize(
-  "family, model_parallel, run",
-  [
-    ("t5", 4, "tree"),
-    ("gpt", 4, "chain"),
-    ("t5gemma", 8, "tree"),
-    ("bart", 8, "chain"),
-  ],
-)
-def test_outputs_and_rounds_equal_those_of_one_device(eight, family, model_parallel, run):
-  one, many = (eight[f"{family} {n}"]["runs"][run]["decoded"] for n in (1, model_parallel))
+@pytest.mark.parametrize("family, run", [("t5", "tree"), ("gpt", "chain")])
+def test_outputs_and_rounds_equal_those_of_one_device(eight, family, run):
+  one, many = (eight[f"{family} {n}"]["runs"][run]["decoded"] for n in (1, 4))
   assert one == many
   accepted = sum(map(sum, one["rounds"][1]))
   assert accepted > len(one["lengths"]), "too few guesses were accepted for a meaningful test"
 
 
-@pytest.mark.parametrize("family, model_parallel", [("gpt", 4), ("bart", 8)])
-def test_replicated_draft_steps_have_no_collectives(eight, family, model_parallel):
+def test_replicated_draft_steps_have_no_collectives(eight):
   """The draft's steps form a loop of known length, and no such loop contains a collective."""
-  instructions, executed = eight[f"{family} {model_parallel}"]["runs"]["chain"]["messages"]
+  instructions, executed = eight["gpt 4"]["runs"]["chain"]["messages"]
   assert instructions == executed > 0
 
 
@@ -138,8 +129,6 @@ def test_heads_of_t5gemma_are_not_divided(eight, model_parallel, kv_width):
     ("encoder_embedder/embedding", [16 // model_parallel, 24]),
   ):
     assert results["target"][name] == shard, name
-  for run in results["runs"].values():  # of 8 devices, which decode all 8 rows
-    assert [model_parallel, kv_width // 8] in run["caches"]
 
 
 @pytest.mark.parametrize("model_parallel, width", [(4, 8), (8, 32)])

@@ -40,7 +40,7 @@ from specdec_jax.core.verify.gumbel import GumbelVerifier
 from specdec_jax.drafts.hierarchical import HierarchicalDraft
 from specdec_jax.drafts.model import ModelDraft
 from specdec_jax.errors import InputError
-from specdec_jax.generate import Pair, size_of_outputs
+from specdec_jax.generate import generation_config, size_of_outputs
 
 EOS = 1
 SOURCE = [2, 1, 2, 1, 0]  # with EOS and padding
@@ -339,7 +339,7 @@ SHAPES = [dict(gamma=3, batch_size=4), dict(tree=(0, 0, 1, 1), logprobs=True), d
   "settings, how", [*zip(COMBINATIONS, SHAPES, strict=True)], ids=lambda each: " ".join(each)
 )
 def test_speculation_does_not_change_outputs_with_processors(settings, how):
-  pair = Pair(*tiny_pair.pair())
+  pair = tiny_pair.pair()
   want = pair.generate(SENTENCES, gamma=0, **settings, **SHORT)
   unchanged = pair.generate(SENTENCES, gamma=0, **SHORT)
   assert texts_of(want) != texts_of(unchanged)  # the settings have an effect
@@ -357,7 +357,7 @@ def texts_of(outputs):
 @pytest.mark.slow
 def test_draft_equal_to_the_target_is_always_accepted_with_processors():
   """So drafts apply the same processors to q, above temperature 0 too."""
-  pair = Pair(*tiny_pair.pair("target"))
+  pair = tiny_pair.pair("target")
   settings = dict(repetition_penalty=1.6, no_repeat_ngram_size=2, top_k=12, temperature=1.0)
   for how in (dict(gamma=3), dict(tree=(0, 0, 1, 2))):
     for output in pair.generate(SENTENCES[:2], **how, **settings, **SHORT):
@@ -366,13 +366,15 @@ def test_draft_equal_to_the_target_is_always_accepted_with_processors():
 
 @pytest.mark.slow
 def test_hierarchical_draft_of_targets_is_always_accepted_with_processors():
-  pair = Pair(*tiny_pair.pair("target"))
+  pair = tiny_pair.pair("target")
 
   def targets(sampling, tree):
-    inner = ModelDraft(pair.target, sampling, chain(2))
-    return HierarchicalDraft(pair.target, inner, sampling, tree)
+    inner = ModelDraft(pair.target.model, sampling, chain(2))
+    return HierarchicalDraft(pair.target.model, inner, sampling, tree)
 
-  pair = pair._replace(draft=targets, draft_params=(pair.target_params, pair.draft_params))
+  pair = tiny_pair.changed(
+    pair, draft=targets, draft_params=(pair.target.params, pair.draft.params)
+  )
   settings = dict(repetition_penalty=1.6, no_repeat_ngram_size=2, min_new_tokens=7, temperature=1.0)
   for output in pair.generate(SENTENCES[:2], gamma=3, **settings, **SHORT):
     assert (output.rounds.num_accepted[:-1] == 3).all() and len(output.tokens) >= 8
@@ -388,7 +390,7 @@ def test_dynamic_trees_need_fewer_rounds_if_the_draft_has_the_processors():
   decoders = [
     pair.decoder(greedy, chain(0), processors=processors),
     decoder,
-    dataclasses.replace(decoder, draft=pair.draft(greedy, tree)),
+    dataclasses.replace(decoder, draft=pair.draft.build(greedy, tree)),
   ]
   plain, dynamic, unprocessed = (
     decoder.run(pair.params, prompt, keys, max_new_tokens=16) for decoder in decoders
@@ -401,7 +403,7 @@ def test_dynamic_trees_need_fewer_rounds_if_the_draft_has_the_processors():
 
 def test_values_of_settings_are_arguments_of_the_program():
   """Programs are compiled for the kinds of settings, and serve all their values."""
-  pair = Pair(*tiny_pair.pair())
+  pair = tiny_pair.pair()
   compiled = []
 
   def outputs(**settings):
@@ -443,7 +445,7 @@ def test_values_of_settings_are_arguments_of_the_program():
 )
 def test_invalid_settings_raise(settings, words):
   with pytest.raises(InputError) as caught:
-    Pair(*tiny_pair.pair()).generate(SENTENCES, **settings)
+    tiny_pair.pair().generate(SENTENCES, **settings)
   assert words in str(caught.value)
 
 
@@ -462,19 +464,21 @@ def test_settings_of_a_checkpoint_are_defaults():
   (shortest,) = merged({}, dict(min_length=9, min_new_tokens=2)).processors(9, (1,))
   assert (shortest.min_length, shortest.min_new_tokens) == (0, 2)  # as in transformers
   assert merged(dict(min_new_tokens=2), dict(min_length=9)).min_new_tokens is None
-  pair = Pair(*tiny_pair.pair())._replace(
-    generation=dict(min_new_tokens=4), tasks={"loud": dict(prefix="A ", min_new_tokens=9)}
+  pair = tiny_pair.changed(
+    tiny_pair.pair(),
+    generation=dict(min_new_tokens=4),
+    tasks={"loud": dict(prefix="A ", min_new_tokens=9)},
   )
-  config, prefix = pair.generation_config("loud", {})
+  config, prefix = generation_config(pair, "loud", {})
   assert (config.min_new_tokens, prefix) == (9, "A ")
-  assert pair.generation_config(None, {})[0].min_new_tokens == 4
-  assert pair.generation_config("loud", dict(min_new_tokens=2))[0].min_new_tokens == 2
+  assert generation_config(pair, None, {})[0].min_new_tokens == 4
+  assert generation_config(pair, "loud", dict(min_new_tokens=2))[0].min_new_tokens == 2
 
 
 @pytest.mark.slow
 def test_outputs_continue_decoder_prefixes():
   """A forced prefix is not part of the output, which is what the target writes after it."""
-  pair = Pair(*tiny_pair.pair())
+  pair = tiny_pair.pair()
   (whole,) = pair.generate(SENTENCES[:1], gamma=0, min_new_tokens=16, **SHORT)
   prefixes = [whole.tokens[:n].tolist() for n in (3, 0, 5)]
   texts = SENTENCES[:1] * 3
@@ -495,7 +499,7 @@ def test_outputs_continue_decoder_prefixes():
 @pytest.mark.slow
 def test_samples_of_one_source():
   """The first sample is that of a single output; the encoder runs once for all of them."""
-  pair = Pair(*tiny_pair.pair())
+  pair = tiny_pair.pair()
   sampled = dict(temperature=1.0, gamma=2, seed=3, **SHORT)
   first = pair.generate(SENTENCES, batch_size=2, **sampled)
   many = pair.generate(SENTENCES, num_return_sequences=3, batch_size=6, **sampled)
@@ -505,7 +509,7 @@ def test_samples_of_one_source():
 
 def test_log_probabilities_are_those_of_the_target():
   """For chains and trees they equal those of autoregressive decoding and of the model alone."""
-  pair = Pair(*tiny_pair.pair())
+  pair = tiny_pair.pair()
   settings = dict(repetition_penalty=1.5, logprobs=True, **SHORT)
   plain = pair.generate(SENTENCES[:2], gamma=0, **settings)
   for how in (dict(gamma=3), dict(tree=(0, 0, 1, 1))):
@@ -515,8 +519,8 @@ def test_log_probabilities_are_those_of_the_target():
       assert output.logprob == pytest.approx(output.logprobs.sum())
   prompt, tokens = pair.prompt(SENTENCES[:1]), plain[0].tokens
   inputs = jnp.asarray(np.concatenate([[0], tokens[:-1]])[None], jnp.int32)
-  _, cache = pair.target.prefill(pair.target_params, prompt, 32)
-  logits = np.asarray(pair.target.extend(pair.target_params, cache, inputs)[0][0], np.float64)
+  _, cache = pair.target.model.prefill(pair.target.params, prompt, 32)
+  logits = np.asarray(pair.target.model.extend(pair.target.params, cache, inputs)[0][0], np.float64)
   rows = np.arange(len(tokens))
   log_probs = logits - np.log(np.exp(logits).sum(axis=1, keepdims=True))
   np.testing.assert_allclose(plain[0].model_logprobs, log_probs[rows, tokens], atol=1e-4)
@@ -528,7 +532,7 @@ def test_log_probabilities_are_those_of_the_target():
 
 @pytest.mark.slow
 def test_outputs_end_at_stop_strings_and_at_any_eos():
-  pair = Pair(*tiny_pair.pair())
+  pair = tiny_pair.pair()
   (whole,) = pair.generate(SENTENCES[:1], min_new_tokens=16, **SHORT)
   (plain,) = pair.generate(SENTENCES[:1], **SHORT)
   assert plain.finish_reason in ("eos", "length")
@@ -544,7 +548,7 @@ def test_outputs_end_at_stop_strings_and_at_any_eos():
 
 @pytest.mark.slow
 def test_user_functions_and_processors_apply_after_the_others():
-  pair = Pair(*tiny_pair.pair())
+  pair = tiny_pair.pair()
   (plain,) = pair.generate(SENTENCES[:1], **SHORT)
   banned = int(plain.tokens[0])
 
@@ -590,7 +594,7 @@ def test_trie_allows_exactly_its_sequences():
 @pytest.mark.slow
 def test_outputs_are_sequences_of_a_trie():
   """For trees and beams, and with the most probable sequence first."""
-  pair = Pair(*tiny_pair.pair())
+  pair = tiny_pair.pair()
   words = [pair.vocabulary.encode(text)[:-1] for text in tiny_pair.SENTENCES[:20]]
   settings = dict(logits_processor=TrieConstraint.of(words, EOS), max_new_tokens=64)
   want = pair.generate(SENTENCES[:2], gamma=0, **settings)
@@ -608,7 +612,9 @@ GUMBEL = dict(temperature=1.0, seed=5, **SHORT)
 @pytest.mark.slow
 def test_coupled_samples_do_not_depend_on_the_draft():
   """The text of a seed is that of autoregressive decoding, whatever gamma, tree and batch are."""
-  own, other = (Pair(*tiny_pair.pair(name))._replace(verifier=GumbelVerifier) for name in DRAFTS)
+  own, other = (
+    dataclasses.replace(tiny_pair.pair(name), verifier=GumbelVerifier) for name in DRAFTS
+  )
   want = own.generate(SENTENCES, gamma=0, **GUMBEL)
   assert texts_of(want) != texts_of(own.generate(SENTENCES, gamma=0, **{**GUMBEL, "seed": 6}))
   for pair, how in (
@@ -624,7 +630,7 @@ def test_coupled_samples_do_not_depend_on_the_draft():
 
 @pytest.mark.slow
 def test_coupled_draft_equal_to_the_target_is_always_accepted():
-  pair = Pair(*tiny_pair.pair("target"))._replace(verifier=GumbelVerifier)
+  pair = dataclasses.replace(tiny_pair.pair("target"), verifier=GumbelVerifier)
   for how, depth in ((dict(gamma=3), 3), (dict(tree=(0, 0, 1, 2)), 2)):
     for output in pair.generate(SENTENCES[:2], **how, **GUMBEL):
       assert (output.rounds.num_accepted[:-1] == depth).all()
@@ -633,9 +639,9 @@ def test_coupled_draft_equal_to_the_target_is_always_accepted():
 @pytest.mark.slow
 def test_coupled_samples_have_the_targets_distribution():
   """First tokens of many rows, against the softmax of the target's logits."""
-  pair = Pair(*tiny_pair.pair())
+  pair = tiny_pair.pair()
   count = 4000
-  outputs = pair._replace(verifier=GumbelVerifier).generate(
+  outputs = dataclasses.replace(pair, verifier=GumbelVerifier).generate(
     SENTENCES[:1],
     num_return_sequences=count,
     batch_size=count,
@@ -643,16 +649,20 @@ def test_coupled_samples_have_the_targets_distribution():
     temperature=1.0,
     max_new_tokens=2,
   )
-  counts = np.bincount([output.tokens[0] for output in outputs], minlength=pair.target.vocab_size)
+  counts = np.bincount(
+    [output.tokens[0] for output in outputs], minlength=pair.target.model.vocab_size
+  )
   prompt = pair.prompt(SENTENCES[:1])
-  _, cache = pair.target.prefill(pair.target_params, prompt, 8)
-  logits = pair.target.extend(pair.target_params, cache, jnp.zeros((1, 1), jnp.int32))[0][0, 0]
+  _, cache = pair.target.model.prefill(pair.target.params, prompt, 8)
+  logits = pair.target.model.extend(pair.target.params, cache, jnp.zeros((1, 1), jnp.int32))[0][
+    0, 0
+  ]
   assert tiny.p_value(counts, np.asarray(jax.nn.softmax(logits))) > tiny.LEVEL
 
 
 @pytest.mark.slow
 def test_beam_search_with_processors_is_that_of_plain_search():
-  pair = Pair(*tiny_pair.pair())
+  pair = tiny_pair.pair()
   base = dict(num_beams=3, num_return_sequences=3, max_new_tokens=16)
   settings = base | dict(
     no_repeat_ngram_size=2,
@@ -695,10 +705,10 @@ def python_beam_search(log_probs_of, num_beams, max_new_tokens, penalty, early_s
 @pytest.mark.parametrize("penalty, early_stopping", [(1.0, False), (2.0, "never"), (0.5, True)])
 def test_beam_search_of_transformers(penalty, early_stopping):
   """Against the definition in Python, with the target's logits after every text."""
-  pair = Pair(*tiny_pair.pair())
+  pair = tiny_pair.pair()
   prompt = pair.prompt(SENTENCES[:1])
-  _, cache = pair.target.prefill(pair.target_params, prompt, 9)
-  extend = jax.jit(lambda tokens: pair.target.extend(pair.target_params, cache, tokens)[0])
+  _, cache = pair.target.model.prefill(pair.target.params, prompt, 9)
+  extend = jax.jit(lambda tokens: pair.target.model.extend(pair.target.params, cache, tokens)[0])
 
   def log_probs_of(text):
     tokens = np.zeros((1, 8), np.int32)
@@ -717,10 +727,10 @@ def test_beam_search_of_transformers(penalty, early_stopping):
 @pytest.mark.slow
 def test_sizes_are_not_rounded_up_for_limited_positions():
   """A GPT with 96 positions writes as many tokens as they allow, which is no power of two."""
-  pair = Pair(*tiny_pair.gpt_pair())
+  pair = tiny_pair.gpt_pair()
   text = tiny_pair.SENTENCES[0]
   width = pair.prompt([text]).shape[1]
-  count = pair.target.config.num_positions - width - 3  # a round writes up to 3 slots past it
+  count = pair.target.model.config.num_positions - width - 3  # a round writes up to 3 slots past it
   assert size_of_outputs(count) > count
   (output,) = pair.generate([text], gamma=2, max_new_tokens=count, min_new_tokens=count)
   assert len(output.tokens) == count and output.finish_reason == "length"

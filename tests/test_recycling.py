@@ -16,12 +16,13 @@ from specdec_jax.core.sampling import Sampling
 from specdec_jax.core.trees import branching, chain
 from specdec_jax.core.types import Params
 from specdec_jax.core.verify.tokens import TokenVerifier
+from specdec_jax.drafts.composed import recycling_draft
 from specdec_jax.drafts.model import ModelDraft
 from specdec_jax.drafts.prompt_lookup import prompt_lookup
 from specdec_jax.drafts.recycling import RecyclingDraft
 from specdec_jax.errors import InputError
+from specdec_jax.load import checkpoint_draft
 from specdec_jax.models.t5 import T5Model
-from specdec_jax.pairs import checkpoint_draft, recycling_draft
 
 GREEDY = Sampling(0.0)
 CONFIG = tiny.config(vocab_size=24, layers=1)
@@ -115,7 +116,7 @@ def test_draft_model_rereads_the_tokens_that_it_did_not_propose():
 
 
 def test_recycling_draft_of_a_pair():
-  target = tiny_pair.pair().loaded_target
+  target = tiny_pair.pair().target
   near = functools.partial(checkpoint_draft, model=str(tiny_pair.folder() / "near"))
   factory = recycling_draft(target, near)
   assert factory.name == "near, recycled"

@@ -15,6 +15,7 @@ from test_reporting import RECORD
 
 from specdec_jax.core.sampling import Sampling
 from specdec_jax.drafts.prompt_lookup import PromptLookupDraft
+from specdec_jax.load import load_pair
 from specdec_jax.measure import roofline
 from specdec_jax.measure.reporting import speeds
 from specdec_jax.measure.reporting.columns import legend
@@ -23,7 +24,6 @@ from specdec_jax.measure.roofline import memory_bandwidth, read_bytes, step_byte
 from specdec_jax.models.families import for_decoding, init_params
 from specdec_jax.models.layers import Embed
 from specdec_jax.models.t5 import T5Model
-from specdec_jax.pairs import load_pair
 
 SLOTS, SOURCE = 40, 8
 MATRIX, ONES, ROWS = jnp.ones((6, 5)), jnp.ones(5), jnp.array([4, 1])
@@ -112,9 +112,9 @@ def test_steps_of_a_pair_whose_draft_is_its_target():
 
 def test_prompt_lookup_reads_almost_nothing():
   pair = tiny_pair.pair()
-  size = pair.target.vocab_size
-  copying = pair._replace(
-    draft=lambda sampling, tree: PromptLookupDraft(size, tree), draft_params=()
+  size = pair.target.model.vocab_size
+  copying = tiny_pair.changed(
+    pair, draft=lambda sampling, tree: PromptLookupDraft(size, tree), draft_params=()
   )
   prompt = pair.prompt(tiny_pair.SENTENCES[:1])
   tokens = prompt.size + 1 + LIMIT + GAMMA + 1
@@ -136,7 +136,7 @@ def test_device_reads_its_share_of_sharded_parameters():
 
   cut, copied = array((8, 6), ways=4), array((16,), ways=1)
   assert roofline._shard_share({"cut": cut, "copied": copied}) == (12 + 16) / (48 + 16)
-  assert roofline._shard_share(tiny_pair.pair().target_params) == roofline._shard_share(()) == 1
+  assert roofline._shard_share(tiny_pair.pair().target.params) == roofline._shard_share(()) == 1
 
 
 def test_bandwidth_is_that_of_the_faster_way_to_read_the_matrix(monkeypatch):

@@ -91,8 +91,8 @@ def table_pair(noise: float, ends: bool = False, change=lambda proposal: proposa
     good = ModelDraft(TableModel(), sampling, tree)
     return tiny.ChangedDraft(good, lambda params, proposal: change(proposal))
 
-  return tiny_pair.pair()._replace(
-    target=TableModel(), target_params=jnp.asarray(table), draft=draft, draft_params=near
+  return tiny_pair.changed(
+    tiny_pair.pair(), model=TableModel(), params=jnp.asarray(table), draft=draft, draft_params=near
   )
 
 
@@ -132,8 +132,8 @@ def test_exact_rounds_pass(sampling, noise, num_guesses, bias):
 
 
 def test_exact_rounds_of_a_deterministic_draft_pass():
-  pair = table_pair(0)._replace(draft=lambda sampling, tree: PromptLookupDraft(V, tree))
-  found = judged(pair._replace(draft_params=()))
+  pair = tiny_pair.changed(table_pair(0), draft=lambda sampling, tree: PromptLookupDraft(V, tree))
+  found = judged(tiny_pair.changed(pair, draft_params=()))
   assert 0 < found.accepted.mean() < 0.5 and found.guess.spread.max() == 0
   assert all(p > LEVEL for p in lowest(found).values())
 
@@ -338,7 +338,7 @@ def test_next_token_with_the_key_of_a_guess_is_detected():
   def draft(sampling, tree):
     return Keeping(ModelDraft(TableModel(), sampling, tree), None)
 
-  found = judged(table_pair(0.5)._replace(draft=draft), num_guesses=1, verifier=OneKey)
+  found = judged(tiny_pair.changed(table_pair(0.5), draft=draft), num_guesses=1, verifier=OneKey)
   far = {name for name, drift in within_rounds(found).items() if drift.p_value < LEVEL}
   assert "next token with the round's first guess, by place" in far
   assert min(p for kind, p in lowest(found).items() if "next" not in kind) > LEVEL

@@ -20,7 +20,6 @@ import tiny_pair
 
 from specdec_jax.core.generation_config import GenerationConfig
 from specdec_jax.errors import InputError
-from specdec_jax.generate import Pair
 from specdec_jax.serve import app
 from specdec_jax.serve import service as service_module
 from specdec_jax.serve.app import Server
@@ -289,7 +288,7 @@ def test_failure_of_a_request_does_not_affect_others(running):
 
 
 def test_prompt_has_the_prefix_of_its_task_or_of_the_server(running, monkeypatch):
-  pair = own_pair()._replace(tasks={"short": {"prefix": "A man ", "max_new_tokens": 9}})
+  pair = tiny_pair.changed(own_pair(), tasks={"short": {"prefix": "A man ", "max_new_tokens": 9}})
   outputs = pair.generate(["A man runs.", "Two dogs runs."], gamma=2, max_new_tokens=9)
   monkeypatch.setattr(running.service, "pair", pair)
   monkeypatch.setattr(running.service, "prefix", "Two dogs ")
@@ -308,7 +307,7 @@ def test_settings_of_the_command_are_defaults_of_requests(monkeypatch):
 
   services = []
   monkeypatch.setattr(app, "Server", EndedServer)
-  pair = own_pair()._replace(generation={"do_sample": False, "top_k": 9, "other": 1})
+  pair = tiny_pair.changed(own_pair(), generation={"do_sample": False, "top_k": 9, "other": 1})
   with pytest.raises(RuntimeError, match="A thread of the server has ended"):
     serve(pair, port=0, generation=GenerationConfig(temperature=0.5), model_name="tiny")
   assert services[0].pair.generation == {"temperature": 0.5, "top_k": 9}

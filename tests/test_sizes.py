@@ -46,6 +46,18 @@ PUBLISHED = {
     "9b-9b": "20B",
   },
 }
+T5 = {
+  ("1.1", "small"): 76_961_152,
+  ("1.1", "base"): 247_577_856,
+  ("1.1", "large"): 783_150_080,
+  ("1.1", "xl"): 2_849_757_184,
+  ("1.1", "xxl"): 11_135_332_352,
+  ("1.0", "small"): 60_506_624,
+  ("1.0", "base"): 222_903_552,
+  ("1.0", "large"): 737_668_096,
+  ("1.0", "xl"): 2_851_598_336,
+  ("1.0", "xxl"): 11_307_321_344,
+}
 # Families whose checkpoints tie the logits to the embeddings. This package keeps a copy, because
 # the two differ by a factor.
 TIED = "bart", "mbart", "pegasus", "marian", "m2m100", "nllb", "t5gemma"
@@ -87,6 +99,12 @@ def test_sizes_have_the_published_number_of_parameters(family):
     assert round(total / unit, digits) == number or total / unit == pytest.approx(number, rel=0.01)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("version, size", T5)
+def test_sizes_of_t5_have_the_published_number_of_parameters(version, size):
+  assert count_of(named_config(version, size)) == T5[version, size]
+
+
 @pytest.mark.parametrize("size, millions", [("2b-2b", (590, 2024)), ("9b-2b", (918, 8324))])
 def test_encoder_of_t5gemma_has_the_parameters_of_gemma_2(size, millions):
   """Gemma Team, 2024, Table 2: parameters of embeddings, and the others."""
@@ -100,13 +118,14 @@ def test_encoder_of_t5gemma_has_the_parameters_of_gemma_2(size, millions):
 # google/byt5-large, Salesforce/codet5p-220m, facebook/mbart-large-50-many-to-many-mmt,
 # sshleifer/distilbart-cnn-12-6, google/pegasus-cnn_dailymail, Helsinki-NLP/opus-mt-en-de,
 # facebook/m2m100_1.2B, facebook/nllb-200-3.3B and google/t5gemma-b-b-ul2.
-T5 = dict(model_type="t5", feed_forward_proj="gated-gelu", tie_word_embeddings=False)
-T5 |= dict(decoder_start_token_id=0, pad_token_id=0, eos_token_id=1, transformers_version="4.35.0")
+T5_FIELDS = dict(model_type="t5", feed_forward_proj="gated-gelu", tie_word_embeddings=False)
+T5_FIELDS |= dict(decoder_start_token_id=0, pad_token_id=0, eos_token_id=1)
+T5_FIELDS |= dict(transformers_version="4.35.0")
 
 
 def t5(**fields):
   names = "d_model", "num_heads", "d_kv", "d_ff", "num_layers", "num_decoder_layers", "vocab_size"
-  return T5 | dict(zip(names, fields.pop("sizes"), strict=True)) | fields
+  return T5_FIELDS | dict(zip(names, fields.pop("sizes"), strict=True)) | fields
 
 
 def bart(kind, sizes, activation, **fields):

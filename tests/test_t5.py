@@ -520,31 +520,11 @@ def test_padded_entries_of_the_vocabulary_have_no_probability(tied):
 
 # Sizes and names.
 
-PUBLISHED = {
-  ("small", "1.1"): 76_961_152,
-  ("base", "1.1"): 247_577_856,
-  ("large", "1.1"): 783_150_080,
-  ("xl", "1.1"): 2_849_757_184,
-  ("xxl", "1.1"): 11_135_332_352,
-  ("small", "1.0"): 60_506_624,
-  ("base", "1.0"): 222_903_552,
-  ("large", "1.0"): 737_668_096,
-  ("xl", "1.0"): 2_851_598_336,
-  ("xxl", "1.0"): 11_307_321_344,
-}
-
 
 def shapes(cfg):
   """Return {path: shape} of the parameter tree without allocating it."""
   tree = jax.eval_shape(lambda: init_params(cfg, jax.random.key(0)))
   return {path: leaf.shape for path, leaf in traverse_util.flatten_dict(tree, sep="/").items()}
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("size,version", PUBLISHED)
-def test_published_sizes_have_the_published_parameters(size, version):
-  total = sum(int(np.prod(shape)) for shape in shapes(t5_config(size, version)).values())
-  assert total == PUBLISHED[size, version]
 
 
 def test_versions_differ_in_feed_forward_and_logits():

@@ -17,7 +17,6 @@ import pytest
 import tiny
 import tiny_pair
 from flax import core
-from specdec_jax.load import load_pair, random_pair
 from tiny import autoregressive_decode, speculative_decode
 
 from specdec_jax.core.sampling import Sampling, row_keys
@@ -29,6 +28,7 @@ from specdec_jax.core.verify.tokens import TokenVerifier
 from specdec_jax.data.vocabulary import padded
 from specdec_jax.drafts.model import ModelDraft
 from specdec_jax.errors import InputError
+from specdec_jax.load import load_pair, random_pair
 from specdec_jax.measure import records
 from specdec_jax.measure.speed import own_baseline
 from specdec_jax.models.sizes import t5_config
@@ -476,7 +476,7 @@ def test_baseline_has_the_weights_of_the_pair_or_random_ones(source):
   if source == "path":
     np.testing.assert_array_equal(theirs.tokens, ours.tokens)
   np.testing.assert_array_equal(theirs.lengths, ours.lengths)
-  nameless = pair._replace(target_path=None)
+  nameless = tiny_pair.changed(pair, path=None)
   if source == "path":
     with pytest.raises(InputError, match="a model in memory"):
       t5x.t5x_baseline(nameless)

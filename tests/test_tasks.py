@@ -23,7 +23,6 @@ from specdec_jax.data.text import read_lines
 from specdec_jax.data.vocabularies import open_vocabulary
 from specdec_jax.data.vocabulary import PAD_ID
 from specdec_jax.errors import InputError
-from specdec_jax.pairs import LoadedPair
 
 pytestmark = [
   pytest.mark.slow,
@@ -94,7 +93,8 @@ def encoder_inputs(task, length):
 def prompt(tasks, texts, length):
   """Return the tokens [B, S] of texts that a pair passes to its models."""
   file = tasks.T5_VOCABULARY.sentencepiece_model_file
-  pair = LoadedPair(*[None] * 6, open_vocabulary(file, extra_ids=100), "task", "float32", length)
+  pair = tiny_pair.pair(max_source_tokens=length)
+  pair = pair.with_target(vocabulary=open_vocabulary(file, extra_ids=100))
   return np.asarray(pair.prompt(texts, width=length))
 
 
@@ -317,7 +317,7 @@ def test_file_of_a_task_gives_its_texts_to_every_run(tasks, texts_of, task, pref
       texts = texts_of(f"runs/{run}", f"tasks/{task}", bindings="NUM_TEXTS = 2")
       assert texts == [prefix + "one", prefix + "two"]
   for pair in ("load_pair", "random_pair"):
-    assert gin.query_parameter(f"pairs.{pair}.max_source_tokens") == limit
+    assert gin.query_parameter(f"load.{pair}.max_source_tokens") == limit
 
 
 @pytest.mark.parametrize(

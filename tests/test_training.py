@@ -14,7 +14,6 @@ import tiny
 import tiny_pair
 from jax.experimental.compilation_cache import compilation_cache
 from scipy import special
-from specdec_jax.load import load_pair
 
 from specdec_jax.checkpoints.folder import load_model, save_model
 from specdec_jax.commands import train as commands
@@ -23,6 +22,7 @@ from specdec_jax.core.trees import chain
 from specdec_jax.data.vocabularies import open_vocabulary
 from specdec_jax.data.vocabulary import padded
 from specdec_jax.errors import InputError
+from specdec_jax.load import load_pair
 from specdec_jax.models.families import model_of, module_of
 from specdec_jax.train import distillation, trainer
 from specdec_jax.train.batches import (

@@ -1,5 +1,6 @@
 """Test trees of guesses: their shapes, the best tree, and the acceptance of their nodes."""
 
+import dataclasses
 import functools
 import itertools
 from unittest import mock
@@ -26,13 +27,13 @@ from specdec_jax.core.types import Context, Outcome, Verification
 from specdec_jax.core.verify.blocks import BlockVerifier
 from specdec_jax.core.verify.k_seq import KSeqVerifier
 from specdec_jax.core.verify.tokens import TokenVerifier
+from specdec_jax.drafts.composed import forest_draft, tree_draft
 from specdec_jax.drafts.dynamic import DynamicDraft
 from specdec_jax.drafts.forest import joined_at_root
 from specdec_jax.drafts.model import ModelDraft
 from specdec_jax.errors import InputError
 from specdec_jax.measure.alpha import measure_alpha, positional_acceptance
 from specdec_jax.models.t5 import T5Model
-from specdec_jax.pairs import forest_draft, tree_draft, verifier_name
 
 RAGGED = Tree((0, 0, 1, 1, 2, 4))
 
@@ -216,9 +217,10 @@ def small_pair():
   """Return a pair of random models with a vocabulary of 12 tokens."""
   target = tiny.config(vocab_size=12, layers=1)
   draft = tiny.config(vocab_size=12, layers=1, emb_dim=8)
-  return tiny_pair.pair()._replace(
-    target=T5Model(target),
-    target_params=tiny_pair.random_params(target, 0),
+  return tiny_pair.changed(
+    tiny_pair.pair(),
+    model=T5Model(target),
+    params=tiny_pair.random_params(target, 0),
     draft=functools.partial(ModelDraft, T5Model(draft)),
     draft_params=tiny_pair.random_params(draft, 3),
   )
@@ -247,11 +249,11 @@ def test_positional_acceptance_agrees_with_the_rounds_of_decoding():
 
 
 def test_k_seq_requires_independently_sampled_siblings():
-  pair = tiny_pair.pair("near")._replace(verifier=KSeqVerifier)
+  pair = dataclasses.replace(tiny_pair.pair("near"), verifier=KSeqVerifier)
   drafts = [pair.decoder(Sampling(), tree).draft for tree in (branching(2), chain(2))]
   assert [draft.independent for draft in drafts] == [True, False]
   # Drafts that propose a tree if a chain is requested.
-  target, near = pair.loaded_target, lambda target: pair.draft_factory
+  target, near = pair.target, lambda target: pair.draft
   tree = pair.with_draft(tree_draft(target, near, (2,)))
   assert tree.decoder(Sampling(), chain(2)).draft.independent
   forest = pair.with_draft(forest_draft(target, [near, near]))
@@ -263,9 +265,9 @@ def test_k_seq_requires_independently_sampled_siblings():
 
 
 def test_pair_uses_its_own_verifier():
-  pair = tiny_pair.pair()._replace(verifier=BlockVerifier)
+  pair = dataclasses.replace(tiny_pair.pair(), verifier=BlockVerifier)
   assert isinstance(pair.verifier_for(Sampling()), BlockVerifier)
-  assert verifier_name(pair.verifier) == "BlockVerifier"
+  assert pair.verifier_name == "BlockVerifier"
   with pytest.raises(InputError, match="lenience below 1 goes with TokenVerifier"):
     pair.verifier_for(Sampling(), 0.5)
   assert tiny_pair.pair().verifier_for(Sampling(), 0.5) == TokenVerifier(Sampling(), 0.5)

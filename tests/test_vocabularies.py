@@ -31,7 +31,7 @@ from specdec_jax.data.vocabularies import (
 )
 from specdec_jax.data.vocabulary import ModelTokens
 from specdec_jax.errors import InputError
-from specdec_jax.pairs import LoadedPair, load_pair
+from specdec_jax.load import load_pair
 
 SENTENCES = [
   *tiny_pair.SENTENCES,
@@ -604,7 +604,7 @@ def test_truncated_sources_keep_the_special_tokens_at_their_end(folder_of, name)
   ids, text = words.encode(tiny_pair.SENTENCES[0]), tiny_pair.SENTENCES[0]
   end = ids[len(ids) - words.num_end_tokens :]
   for most in range(1, len(ids) + 2):
-    pair = LoadedPair(*[None] * 6, words, "task", "float32", most)
+    pair = tiny_pair.pair(max_source_tokens=most).with_target(vocabulary=words)
     kept = pair.encode(text)
     middle = max(min(most, len(ids)) - len(end), 0)
     assert kept == ids[:middle] + end[max(len(end) - most, 0) :]

@@ -19,10 +19,9 @@ import numpy as np
 from scipy import optimize, stats
 
 from specdec_jax.core.decode import Decoder, DecodeState, NullDraft
-from specdec_jax.core.loading import LoadedTarget
 from specdec_jax.core.sampling import Sampling
 from specdec_jax.core.trees import Tree
-from specdec_jax.core.types import DecodeResult, Draft, Params, Proposal
+from specdec_jax.core.types import DecodeResult, Draft, Loaded, Params, Proposal
 from specdec_jax.core.verify.tokens import TokenVerifier
 from specdec_jax.core.wrappers import WrappedDraft, WrappedModel
 from specdec_jax.measure import speed, timing
@@ -297,9 +296,9 @@ def detectable(n: int, probs: np.ndarray) -> float:
   return float(np.sqrt(optimize.brentq(missed, 1e-3, 1e5) / n))
 
 
-def loaded(vocabulary, model=None, params=None) -> LoadedTarget:
+def loaded(vocabulary, model=None, params=None) -> Loaded:
   """Return the target in the form that the functions that load drafts take."""
-  return LoadedTarget(model, params, vocabulary)
+  return Loaded("target", model, params, vocabulary)
 
 
 def speculative_decode(

@@ -1,5 +1,6 @@
 """A vocabulary and models with random weights on disk, in the layout of a trained pair."""
 
+import dataclasses
 import functools
 import pathlib
 import tempfile
@@ -14,7 +15,8 @@ from specdec_jax.data.sentence_pieces import train_sentence_pieces
 from specdec_jax.data.vocabularies import open_vocabulary
 from specdec_jax.data.word_pieces import train_word_pieces
 from specdec_jax.drafts.heads import AnyConfig, init_params
-from specdec_jax.pairs import LoadedPair, load_pair
+from specdec_jax.load import load_pair
+from specdec_jax.pair import Pair
 
 _WHO = ("A man", "Two dogs", "A little girl", "The old woman", "Drei Männer", "Ein kleines Mädchen")
 _DOES = ("runs through", "is looking at", "plays with", "sitzt auf", "stands in front of")
@@ -72,7 +74,7 @@ def _folder() -> tempfile.TemporaryDirectory:
 
 
 @functools.cache
-def pair(draft: str = "near", max_source_tokens: int = 24) -> LoadedPair:
+def pair(draft: str = "near", max_source_tokens: int = 24) -> Pair:
   """Return the target with one of the drafts of `folder`.
 
   The limit on source tokens truncates all of SENTENCES to one width.
@@ -86,8 +88,22 @@ def pair(draft: str = "near", max_source_tokens: int = 24) -> LoadedPair:
   )
 
 
+def changed(pair: Pair, draft=None, draft_params=None, **target) -> Pair:
+  """Return a pair with changed fields of its target, and with another draft if one is given.
+
+  Args:
+    pair: target and draft.
+    draft: function of (sampling, tree) that returns the draft.
+    draft_params: parameters of the draft; None for those of the pair's draft.
+    target: changed fields of `pair.target`.
+  """
+  draft_params = pair.draft.params if draft_params is None else draft_params
+  spec = dataclasses.replace(pair.draft, build=draft or pair.draft.build, params=draft_params)
+  return pair.with_target(**target).with_draft(spec)
+
+
 @functools.cache
-def gpt_pair(draft: str = "near", max_source_tokens: int = 32) -> LoadedPair:
+def gpt_pair(draft: str = "near", max_source_tokens: int = 32) -> Pair:
   """Return the decoder-only target with one of the drafts of `gpt_folder`."""
   return load_pair(
     target=str(gpt_folder() / "target"),

@@ -31,7 +31,7 @@ from specdec_jax.measure.reporting.tables import (
 )
 from specdec_jax.measure.sweep import Report, Step, sweep
 from specdec_jax.measure.timing import interleaved_medians
-from specdec_jax.pairs import LoadedPair
+from specdec_jax.pair import Pair
 
 BEAMS = ("beams", "draft_beams", "gamma", "beam_nodes", "steps", "beam_round", "predicted_beams")
 
@@ -41,7 +41,7 @@ TIE = 1e-5  # scores that differ by less are equal, because their sums may be ro
 
 
 def beams(
-  pair: LoadedPair,
+  pair: Pair,
   texts: Sequence[str],
   output_dir: str,
   beam_sizes: Sequence[int] = (1, 2, 4, 8),
@@ -63,7 +63,7 @@ def beams(
     beam_sizes: numbers of beams of the search.
     draft_beam_factors: ratios of the number of beams of the draft to that of the search.
     gammas: numbers of steps that the draft searches ahead.
-    nodes: maximum number of nodes per target forward pass, as in `LoadedPair.beam_searcher`.
+    nodes: maximum number of nodes per target forward pass, as in `Pair.beam_searcher`.
     length_penalty: exponent of the length penalty, as in `BeamSearcher`.
     batch_size: number of texts decoded together.
     max_new_tokens: maximum number of tokens of each output, including EOS.
@@ -74,7 +74,7 @@ def beams(
 
   Raises:
     InputError: the numbers of texts and references differ, or a beam searcher cannot be built
-      (`LoadedPair.beam_searcher`).
+      (`Pair.beam_searcher`).
   """
   pair.require_batch_size(batch_size)
   if references is not None and len(references) != len(texts):
@@ -112,7 +112,7 @@ def beams(
 
 
 def _measure(
-  pair: LoadedPair,
+  pair: Pair,
   prompts: Sequence[Array],
   num_texts: int,
   repeats: int,
@@ -186,7 +186,7 @@ def _measure(
   return measured
 
 
-def _bleu(pair: LoadedPair, result: BeamResult, references: Sequence[str] | None) -> float | None:
+def _bleu(pair: Pair, result: BeamResult, references: Sequence[str] | None) -> float | None:
   """Return the BLEU score of the best texts; None if there are no references or the score is 0."""
   if not references:
     return None
@@ -195,7 +195,7 @@ def _bleu(pair: LoadedPair, result: BeamResult, references: Sequence[str] | None
 
 
 def _sorted_by_steps(
-  searcher: BeamSearcher, pair: LoadedPair, prompts: Sequence[Array], num_texts: int, limit: int
+  searcher: BeamSearcher, pair: Pair, prompts: Sequence[Array], num_texts: int, limit: int
 ) -> tuple[list[Int[Array, "B P"]], np.ndarray]:
   """Sort the prompts by steps of plain beam search; return new batches and sorted row indices."""
   steps = [

@@ -19,14 +19,14 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from specdec_jax.atomic_files import atomic_write
+from specdec_jax.core.atomic_files import atomic_write
 from specdec_jax.core.loading import DecodeSettings
 from specdec_jax.core.sampling import Sampling, row_keys
 from specdec_jax.core.trees import chain
 from specdec_jax.measure.costs import Costs, round_calls, round_costs
 from specdec_jax.measure.measure import settings_to_measure
 from specdec_jax.measure.timing import interleaved_medians
-from specdec_jax.pairs import LoadedPair
+from specdec_jax.pair import Pair
 
 GAMMA = 7
 LIMIT = 64  # maximum number of tokens per text
@@ -47,7 +47,7 @@ LEGEND = (
 
 
 def benchmark(
-  pair: LoadedPair, sentences: Sequence[str], recorded: str, record: bool = False, runs: int = 5
+  pair: Pair, sentences: Sequence[str], recorded: str, record: bool = False, runs: int = 5
 ) -> None:
   """Measure ratios of speeds, and either print them next to recorded ratios or record them.
 
@@ -80,7 +80,7 @@ def benchmark(
     console.print(f"Recorded with other settings: {'; '.join(changed)}.")
 
 
-def _setting(pair: LoadedPair, sentences: Sequence[str]) -> dict[str, str]:
+def _setting(pair: Pair, sentences: Sequence[str]) -> dict[str, str]:
   """Return the device, the kernels and the versions, on which the ratios depend."""
   settings = DecodeSettings(Sampling(0.0), max_new_tokens=LIMIT)
   (setting,) = settings_to_measure(pair, sentences, [settings], [GAMMA])
@@ -91,7 +91,7 @@ def _setting(pair: LoadedPair, sentences: Sequence[str]) -> dict[str, str]:
   }
 
 
-def ratios(pair: LoadedPair, sentences: Sequence[str]) -> dict[str, float]:
+def ratios(pair: Pair, sentences: Sequence[str]) -> dict[str, float]:
   """Measure the ratios named in `HIGHER_IS_BETTER`, from medians of interleaved repeats."""
   texts = sentences[:8]
   width = pair.prompt(texts).shape[1]  # one width, so that each program is compiled once
@@ -102,16 +102,16 @@ def ratios(pair: LoadedPair, sentences: Sequence[str]) -> dict[str, float]:
   return dict(zip(HIGHER_IS_BETTER, map(float, values)))
 
 
-def _costs(pair: LoadedPair, prompt: Array) -> Costs:
+def _costs(pair: Pair, prompt: Array) -> Costs:
   """Measure costs as `measure_costs` does, but without the prefill, which is slow to compile."""
-  draft = pair.draft(Sampling(0.0), chain(GAMMA))
+  draft = pair.draft.build(Sampling(0.0), chain(GAMMA))
   seconds, _ = interleaved_medians(
     round_calls(pair, [draft], prompt, Sampling(0.0), LIMIT), repeats=9
   )
   return round_costs((math.nan, math.nan), seconds, [GAMMA])[0]
 
 
-def _speedup(pair: LoadedPair, prompts: Sequence[Array], sampling: Sampling) -> float:
+def _speedup(pair: Pair, prompts: Sequence[Array], sampling: Sampling) -> float:
   """Measure the speedup: speculative / autoregressive tokens per second, over all prompts."""
   decodes = pair.decode_fn(sampling, chain(0)), pair.decode_fn(sampling, chain(GAMMA))
   seconds, tokens = [], []

@@ -1,5 +1,6 @@
 """Comparison of drafts of one target: acceptance, costs and speed."""
 
+import dataclasses
 from collections.abc import Callable, Sequence
 
 from specdec_jax.core.loading import DecodeSettings
@@ -21,7 +22,7 @@ from specdec_jax.measure.reporting.tables import (
 )
 from specdec_jax.measure.speed import Timing
 from specdec_jax.measure.sweep import sweep
-from specdec_jax.pairs import LoadedPair
+from specdec_jax.pair import Pair
 
 DRAFTS_LEGEND = {
   "alpha": "acceptance rate of the first draft token (in a tree: of the first child) at every "
@@ -43,7 +44,7 @@ DRAFTS_LEGEND = {
 
 
 def compare_drafts(
-  pair: LoadedPair,
+  pair: Pair,
   texts: Sequence[str],
   output_dir: str,
   drafts: Sequence[LoadsDraft],
@@ -80,10 +81,12 @@ def compare_drafts(
   ]
   sampled = [each for each in settings if each.sampling.temperature > 0]
   measurements = [(pair, settings)]
-  measurements += [(pair._replace(verifier=verifier), sampled) for verifier in verifiers if sampled]
-  measurements += [(pair.with_draft(draft(pair.loaded_target)), settings) for draft in drafts]
   measurements += [
-    (pair.with_draft(draft(pair.loaded_target))._replace(verifier=verifier), settings)
+    (dataclasses.replace(pair, verifier=verifier), sampled) for verifier in verifiers if sampled
+  ]
+  measurements += [(pair.with_draft(draft(pair.target)), settings) for draft in drafts]
+  measurements += [
+    (pair.with_draft(draft(pair.target))._replace(verifier=verifier), settings)
     for draft, verifier in drafts_with_verifiers
   ]
   sweep(

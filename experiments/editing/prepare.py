@@ -17,7 +17,7 @@ import random
 import re
 from collections.abc import Callable
 
-from specdec_jax.atomic_files import atomic_write
+from specdec_jax.core.atomic_files import atomic_write
 from specdec_jax.data.text import read_lines
 
 _ROWS = "qwertyuiop", "asdfghjkl", "zxcvbnm"

@@ -19,11 +19,10 @@ import numpy as np
 from matplotlib import colormaps, rc_context
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch, Rectangle
-from specdec_jax.core.atomic_files import atomic_write
-from specdec_jax.pair import Pair
 
 from experiments.paper.paper import PaperRow, load_table
 from specdec_jax import theory
+from specdec_jax.core.atomic_files import atomic_write
 from specdec_jax.core.loading import DecodeSettings
 from specdec_jax.core.sampling import Sampling
 from specdec_jax.core.trees import chain
@@ -31,6 +30,7 @@ from specdec_jax.errors import InputError
 from specdec_jax.measure.records import Record, key, read
 from specdec_jax.measure.reporting.rounds import Round, read_rounds
 from specdec_jax.measure.reporting.tables import sampling_text
+from specdec_jax.pair import Pair
 from specdec_jax.run import parse_gin
 from specdec_jax.serve.lines import decode_lines
 

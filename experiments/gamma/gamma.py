@@ -24,6 +24,7 @@ from specdec_jax.core.loading import DecodeSettings
 from specdec_jax.core.sampling import Sampling, row_keys
 from specdec_jax.core.trees import chain
 from specdec_jax.core.types import DecodeResult
+from specdec_jax.drafts.composed import stopping_draft
 from specdec_jax.errors import InputError
 from specdec_jax.measure.calibrate import GAMMAS, calibrate
 from specdec_jax.measure.choice import Calibration
@@ -35,7 +36,7 @@ from specdec_jax.measure.reporting.tables import (
 )
 from specdec_jax.measure.sweep import Report, Step, sweep
 from specdec_jax.measure.timing import interleaved_medians
-from specdec_jax.pairs import LoadedPair, stopping_draft
+from specdec_jax.pair import Pair
 
 GAMMA = ("temperature", "batch", "policy", "gamma", "alpha_only", "length", "predicted_policy")
 
@@ -64,7 +65,7 @@ class Policy(NamedTuple):
 
 
 def gamma(
-  pair: LoadedPair,
+  pair: Pair,
   texts: Sequence[str],
   output_dir: str,
   gammas: Sequence[int] = (1, 2, 3, 5, 7, 10),
@@ -91,7 +92,7 @@ def gamma(
   the two measurements is then noise.
 
   Args:
-    pair: target and draft; see `pairs.load_pair`.
+    pair: target and draft; see `load.load_pair`.
     texts: sources, padded to one width. The calibration uses some of them.
     output_dir: folder for `results.jsonl`; settings recorded there already are not measured again.
     gammas: fixed gammas; each is measured. The adaptive policy chooses among them.
@@ -147,7 +148,7 @@ class _Study(NamedTuple):
     calibration: result of `calibrate`: the gamma of 'auto', alpha, and the measured costs.
   """
 
-  pair: LoadedPair
+  pair: Pair
   sampling: Sampling
   gammas: Sequence[int]
   thresholds: Sequence[float]
@@ -163,18 +164,18 @@ def _policy_record(setting: Record, name: str, gamma: int, **measured: Any) -> R
 def _policies(study: _Study) -> list[Policy]:
   """Return all policies; autoregressive decoding is the first, and the adaptive policy the last."""
   pair, sampling, gammas, thresholds, calibration = study
-  drafts = tuple(pair.draft(sampling, chain(gamma)) for gamma in gammas)
+  drafts = tuple(pair.draft.build(sampling, chain(gamma)) for gamma in gammas)
 
   def fixed(name: str, gamma: int) -> Policy:
     return Policy(name, gamma, pair.decode_fn(sampling, chain(gamma)), calibration.speedups[gamma])
 
   def stopping(name: str, threshold: float, goal: float | None = None) -> Policy:
-    draft = stopping_draft(pair.loaded_target, lambda target: pair.draft_factory, threshold, goal)
+    draft = stopping_draft(pair.target, lambda target: pair.draft, threshold, goal)
     decode = pair.with_draft(draft).decode_fn(sampling, chain(max(gammas)))
     return Policy(name, max(gammas), decode, None)
 
   decoder = AdaptiveDecoder(
-    pair.target, drafts, pair.verifier_for(sampling), pair.vocabulary.eos_id
+    pair.target.model, drafts, pair.verifier_for(sampling), pair.vocabulary.eos_id
   )
   adaptive = functools.partial(
     decoder.run,
@@ -183,7 +184,7 @@ def _policies(study: _Study) -> list[Policy]:
     prior=PRIOR_GUESSES * jnp.array([calibration.alpha, 1 - calibration.alpha]),
   )
   ordered = tuple(sorted(drafts, key=lambda draft: draft.tree.depth))
-  schedule = ScheduledDecoder(pair.target, ordered, decoder.verifier, decoder.eos_id)
+  schedule = ScheduledDecoder(pair.target.model, ordered, decoder.verifier, decoder.eos_id)
   scheduled = functools.partial(schedule.run, pair.params)
   return [
     fixed("autoregressive", 0),

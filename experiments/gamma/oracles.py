@@ -16,11 +16,11 @@ from specdec_jax.core.trees import chain
 from specdec_jax.core.types import DecodeResult
 from specdec_jax.measure.alpha import draft_probs, teacher_forced_logits
 from specdec_jax.measure.choice import Calibration
-from specdec_jax.pairs import LoadedPair
+from specdec_jax.pair import Pair
 
 
 def acceptances(
-  pair: LoadedPair, prompt: Array, decoded: DecodeResult, sampling: Sampling
+  pair: Pair, prompt: Array, decoded: DecodeResult, sampling: Sampling
 ) -> list[np.ndarray]:
   """Return one array [T] per text: the probability that each token was an accepted draft token.
 
@@ -29,8 +29,8 @@ def acceptances(
   drafted and accepted with probability min(p(x), q(x)), and emitted with probability p(x). Given
   the text, acceptance is independent between positions.
   """
-  logits = teacher_forced_logits(pair.target, pair.target_params, prompt, decoded.tokens)
-  draft_q = draft_probs(pair, pair.draft(sampling, chain(1)), prompt, decoded.tokens)
+  logits = teacher_forced_logits(pair.target.model, pair.target.params, prompt, decoded.tokens)
+  draft_q = draft_probs(pair, pair.draft.build(sampling, chain(1)), prompt, decoded.tokens)
   tokens = jnp.asarray(decoded.tokens)
   p_x = np.asarray(gather_token(distribution(logits, sampling), tokens))
   q_x = np.asarray(gather_token(draft_q, tokens))

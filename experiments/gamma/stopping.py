@@ -15,21 +15,19 @@ from specdec_jax.core.trees import chain
 from specdec_jax.core.types import DecodeResult
 from specdec_jax.measure.alpha import draft_probs
 from specdec_jax.measure.choice import Calibration
-from specdec_jax.pairs import LoadedPair
+from specdec_jax.pair import Pair
 
 ENTROPY_FACTOR = 0.2  # the value of AdaEDL (Agrawal et al., 2024)
 
 
-def certainties(
-  pair: LoadedPair, prompt: Array, decoded: DecodeResult
-) -> dict[str, list[np.ndarray]]:
+def certainties(pair: Pair, prompt: Array, decoded: DecodeResult) -> dict[str, list[np.ndarray]]:
   """Return the confidence scores of a draft by name, each as one array [T] per text.
 
   The scores are the largest probability of q, and AdaEDL's lower bound on acceptance,
   1 - sqrt(0.2 H), where H is the entropy of q. q is the softmax of the draft's logits at
   temperature 1, without top-k or top-p.
   """
-  draft = pair.draft(Sampling(), chain(1))
+  draft = pair.draft.build(Sampling(), chain(1))
   probs = np.asarray(draft_probs(pair, draft, prompt, decoded.tokens), np.float64)
   entropy = -(probs * np.log(np.maximum(probs, 1e-30))).sum(axis=-1)
   scores = {

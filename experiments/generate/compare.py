@@ -27,9 +27,9 @@ from experiments.peers.huggingface import load_model
 from experiments.tables import measured_on
 from specdec_jax.checkpoints.huggingface import save_huggingface
 from specdec_jax.checkpoints.load import open_checkpoint
+from specdec_jax.load import EMBEDDED
 from specdec_jax.measure.machine import provenance
 from specdec_jax.measure.reporting.tables import Table
-from specdec_jax.pairs import EMBEDDED
 
 PARITY_LEGEND = {
   "ties": "other texts whose scores differ by less than 1e-4",

@@ -43,13 +43,13 @@ from specdec_jax.measure.reporting.tables import (
   Table,
 )
 from specdec_jax.models.families import module_of
-from specdec_jax.pairs import LoadedPair
+from specdec_jax.pair import Pair
 
 Decode = Callable[[Int[Array, "1 P"], Key[Array, " 1"]], DecodeResult]
 
 
 def serve_and_learn(
-  pair: LoadedPair,
+  pair: Pair,
   inputs: Sequence[str],
   output_dir: str,
   num_texts: int = 200,
@@ -66,7 +66,7 @@ def serve_and_learn(
   files, in order.
 
   Args:
-    pair: target and draft. Its `kernels` must be 'xla', and its draft must be a `pairs.speculator`.
+    pair: target and draft. Its `kernels` must be 'xla', and its draft must be a `load.speculator`.
     inputs: paths of text files, one file per domain and one text per line.
     output_dir: folder for `results.jsonl`. That file must not exist, because learning cannot be
       resumed.
@@ -83,20 +83,20 @@ def serve_and_learn(
   """
   settings = DecodeSettings(Sampling(temperature), max_new_tokens=max_new_tokens, seed=seed)
   comparison = _Comparison(pair, inputs, output_dir, num_texts, every, gamma, settings)
-  frozen = pair.draft(settings.sampling, chain(gamma))
+  frozen = pair.draft.build(settings.sampling, chain(gamma))
   if not isinstance(frozen, SpeculatorDraft):
     raise InputError(
-      f"{pair.draft_name} does not learn while it decodes; give a trained speculator."
+      f"{pair.draft.name} does not learn while it decodes; give a trained speculator."
     )
-  head_params, target_params = pair.draft_params
+  head_params, target_params = pair.draft.params
   draft = OnlineDraft(frozen, learning_rate)
   learned = draft.initial_state(head_params)
   verifier = pair.verifier_for(settings.sampling)
-  decoder = Decoder(pair.target, draft, verifier, pair.vocabulary.eos_id)
+  decoder = Decoder(pair.target.model, draft, verifier, pair.vocabulary.eos_id)
 
   def decode(prompt: Int[Array, "1 P"], keys: Key[Array, " 1"]) -> DecodeResult:
     nonlocal learned
-    params = Params(pair.target_params, (learned, target_params))
+    params = Params(pair.target.params, (learned, target_params))
     result, learned = decode_and_learn(decoder, params, prompt, keys, max_new_tokens=max_new_tokens)
     return result
 
@@ -104,7 +104,7 @@ def serve_and_learn(
 
 
 def serve_and_store(
-  pair: LoadedPair,
+  pair: Pair,
   inputs: Sequence[str],
   output_dir: str,
   num_texts: int = 200,
@@ -136,14 +136,14 @@ def serve_and_store(
   """
   settings = DecodeSettings(Sampling(temperature), max_new_tokens=max_new_tokens, seed=seed)
   comparison = _Comparison(pair, inputs, output_dir, num_texts, every, gamma, settings)
-  store, start_id = pair.draft_params, pair.vocabulary.start_id
+  store, start_id = pair.draft.params, pair.vocabulary.start_id
   if not isinstance(store, Datastore):
-    raise InputError(f"{pair.draft_name} has no datastore; give a draft that retrieves.")
+    raise InputError(f"{pair.draft.name} has no datastore; give a draft that retrieves.")
   decoder = pair.decoder(settings.sampling, chain(gamma))
 
   def decode(prompt: Int[Array, "1 P"], keys: Key[Array, " 1"]) -> DecodeResult:
     nonlocal store
-    params = Params(pair.target_params, store)
+    params = Params(pair.target.params, store)
     result = jax.device_get(decoder.run(params, prompt, keys, max_new_tokens=max_new_tokens))
     store = with_texts(store, [result.tokens[0, : result.lengths[0]].tolist()], start_id)
     return result
@@ -168,7 +168,7 @@ class _Comparison:
     InputError: `results.jsonl` exists.
   """
 
-  pair: LoadedPair
+  pair: Pair
   inputs: Sequence[str]
   output_dir: str
   num_texts: int
@@ -216,7 +216,7 @@ class _Comparison:
               dataclasses.replace(
                 setting,
                 task=pathlib.Path(path).name,
-                draft=pair.draft_name + suffix,
+                draft=pair.draft.name + suffix,
                 num_tokens=num_tokens(of_version),
                 rounds=num_rounds(of_version),
                 tokens_per_round=num_tokens(of_version) / num_rounds(of_version),

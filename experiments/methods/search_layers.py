@@ -52,7 +52,7 @@ from specdec_jax.measure.reporting.tables import (
 )
 from specdec_jax.measure.sweep import show
 from specdec_jax.models.families import model_of
-from specdec_jax.pairs import LoadedPair
+from specdec_jax.pair import Pair
 
 LAYERS = ("draft", "alpha_of_text", "c", "v", "gamma", "predicted")
 
@@ -60,7 +60,7 @@ Layers = tuple[int, ...]  # numbers of decoder layers, in ascending order
 
 
 def search_layers(
-  pair: LoadedPair,
+  pair: Pair,
   texts: Sequence[str],
   output_dir: str,
   sampling: Sampling = Sampling(),
@@ -92,7 +92,7 @@ def search_layers(
     InputError: the decoder of the target has only one layer, or acceptance is simulated.
   """
   pair.require_batch_size(batch_size)
-  num_layers = decoder_of(pair.target).config.num_decoder_layers
+  num_layers = decoder_of(pair.target.model).config.num_decoder_layers
   if num_layers == 1:
     raise InputError("The decoder of the target has one layer, which layer skipping cannot skip.")
   if pair.simulated_alpha is not None:
@@ -105,7 +105,7 @@ def search_layers(
     task = bar.add_task("measuring sets of layers", total=num_candidates)
 
     def speedup(layers: Layers) -> float:
-      skipping = pair.with_draft(layer_skip(pair.loaded_target, layers))
+      skipping = pair.with_draft(layer_skip(pair.target, layers))
       (setting,) = settings_to_measure(skipping, texts, [settings], [1])
       record = _recorded(results, setting)
       if record is None:
@@ -178,20 +178,20 @@ class _Batch(NamedTuple):
 
 
 def _measurement(
-  pair: LoadedPair, texts: Sequence[str], settings: DecodeSettings
+  pair: Pair, texts: Sequence[str], settings: DecodeSettings
 ) -> Callable[[Layers, Record], Record]:
   """Return a function that measures a set of layers, given a record without measurements.
 
   The texts are decoded, and costs are measured, when the function is first called. The costs are
   measured with one layer and with all layers but one, and interpolated linearly between them.
   """
-  config, sampling = decoder_of(pair.target).config, settings.sampling
+  config, sampling = decoder_of(pair.target.model).config, settings.sampling
   sizes = sorted({1, config.num_decoder_layers - 1})
   batches = functools.cache(functools.partial(_generate, pair, texts, settings))
 
   @functools.cache
   def costs_of_sizes() -> list[list[Costs]]:
-    skipping = [pair.with_draft(layer_skip(pair.loaded_target, range(size))) for size in sizes]
+    skipping = [pair.with_draft(layer_skip(pair.target, range(size))) for size in sizes]
     trees, prompt = [*map(chain, GAMMAS)], batches()[0].prompt
     return compare_costs(skipping, trees, prompt, sampling, settings.max_new_tokens)
 
@@ -205,7 +205,7 @@ def _measurement(
     return {gamma: each._replace(draft_step=draft_step) for gamma, each in interpolated.items()}
 
   def alpha(layers: Layers) -> Estimate:
-    draft_config, params = of_layers(config, pair.target_params, layers)
+    draft_config, params = of_layers(config, pair.target.params, layers)
     rows: list[np.ndarray] = []
     for batch in batches():
       cache = cache_of_layers(batch.cache, layers)
@@ -235,7 +235,7 @@ def _measurement(
   return measure
 
 
-def _generate(pair: LoadedPair, texts: Sequence[str], settings: DecodeSettings) -> list[_Batch]:
+def _generate(pair: Pair, texts: Sequence[str], settings: DecodeSettings) -> list[_Batch]:
   """Decode all texts autoregressively, and run the target over the outputs."""
   size, width = settings.batch_size, pair.prompt(texts).shape[1]
   decode = pair.decode_fn(settings.sampling, chain(0))
@@ -253,7 +253,7 @@ def _generate(pair: LoadedPair, texts: Sequence[str], settings: DecodeSettings) 
     _Batch(
       prompt,
       np.asarray(output.lengths),
-      *forward(pair.target, pair.target_params, prompt, output.tokens[:, :longest]),
+      *forward(pair.target.model, pair.target.params, prompt, output.tokens[:, :longest]),
     )
     for prompt, output in zip(prompts, outputs)
   ]

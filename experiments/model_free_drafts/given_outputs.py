@@ -19,9 +19,10 @@ from jax import Array
 from specdec_jax import theory
 from specdec_jax.core.arrays import gather
 from specdec_jax.core.counts import acceptance_by_position, acceptance_rate, num_rounds, num_tokens
-from specdec_jax.core.loading import DecodeSettings, LoadedTarget
+from specdec_jax.core.loading import DecodeSettings
 from specdec_jax.core.sampling import Sampling, row_keys
 from specdec_jax.core.trees import AnyTree, NodeLayout, chain, place_chain
+from specdec_jax.core.types import DraftSpec, Loaded
 from specdec_jax.data.vocabulary import PAD_ID, Vocabulary, padded
 from specdec_jax.errors import InputError
 from specdec_jax.measure.alpha import draft_probs, lag1_correlation, mean_with_interval
@@ -34,7 +35,7 @@ from specdec_jax.measure.reporting.tables import (
 )
 from specdec_jax.measure.sweep import Report, Step, sweep
 from specdec_jax.models.t5 import EOS_ID
-from specdec_jax.pairs import DraftFactory, LoadedPair
+from specdec_jax.pair import Pair
 
 GIVEN_OUTPUTS_LEGEND = {
   "alpha": "mean of q at the target's own token, with its 95% interval (bootstrap over texts)",
@@ -106,7 +107,7 @@ def given_outputs(
   vocabulary: Vocabulary,
   sources: Sequence[str],
   outputs: Sequence[str],
-  drafts: Sequence[Callable[[LoadedTarget], DraftFactory]],
+  drafts: Sequence[Callable[[Loaded], DraftSpec]],
   output_dir: str,
   task: str,
   target: str,
@@ -145,21 +146,9 @@ def given_outputs(
       "source."
     )
   model = RecitingModel(len(vocabulary), vocabulary.start_id, vocabulary.eos_id)
-  loaded = LoadedTarget(model, None, vocabulary)  # the parameters are the text of each source
+  loaded = Loaded(target, model, None, vocabulary)  # the parameters are the text of each source
   pairs = [
-    LoadedPair(
-      target=model,
-      target_params=None,
-      target_name=target,
-      draft=drafter.build,
-      draft_params=drafter.params,
-      draft_name=drafter.name,
-      vocabulary=vocabulary,
-      task=task,
-      dtype="unknown",
-      max_source_tokens=max_source_tokens,
-    )
-    for drafter in (draft(loaded) for draft in drafts)
+    Pair(loaded, draft(loaded), task=task, max_source_tokens=max_source_tokens) for draft in drafts
   ]
   source_ids = [pairs[0].encode(source) for source in sources]
   output_ids = [vocabulary.encode(output)[:max_new_tokens] for output in outputs]
@@ -167,7 +156,7 @@ def given_outputs(
   settings = [DecodeSettings(ARGMAX, max_new_tokens=max_new_tokens)]
   steps = [
     Step(
-      pair.draft_name,
+      pair.draft.name,
       settings_to_measure(pair, inputs, settings, gammas),
       functools.partial(_measure, pair, source_ids, output_ids),
     )
@@ -182,7 +171,7 @@ def given_outputs(
 
 
 def _measure(
-  pair: LoadedPair,
+  pair: Pair,
   source_ids: Sequence[Sequence[int]],
   output_ids: Sequence[Sequence[int]],
   settings: Sequence[Record],
@@ -191,17 +180,17 @@ def _measure(
   """Yield one record per gamma, for one draft on the given outputs."""
   since = time.perf_counter()
   prompts, texts = (padded(rows, max(map(len, rows)))[:, None] for rows in (source_ids, output_ids))
-  draft = pair.draft(ARGMAX, chain(1))
+  draft = pair.draft.build(ARGMAX, chain(1))
   betas = []  # p is a one-hot, so sum min(p, q) is q of its token
   for prompt, text, tokens in zip(prompts, texts, output_ids):
-    q = np.asarray(draft_probs(pair._replace(target_params=text), draft, prompt, text)[0])
+    q = np.asarray(draft_probs(pair.with_target(params=text), draft, prompt, text)[0])
     betas.append(q[np.arange(len(tokens)), tokens])
   alpha = mean_with_interval(betas)
   for number, setting in enumerate(settings):
     report(number / len(settings))
     decoded = []
     for i, (prompt, text) in enumerate(zip(prompts, texts)):
-      decode = pair._replace(target_params=text).decode_fn(ARGMAX, chain(setting.gamma))
+      decode = pair.with_target(params=text).decode_fn(ARGMAX, chain(setting.gamma))
       keys = row_keys(setting.seed, i, 1)
       decoded.append(jax.device_get(decode(prompt, keys, max_new_tokens=texts.shape[-1])))
     yield dataclasses.replace(

@@ -14,7 +14,7 @@ import json
 import pathlib
 import re
 
-from specdec_jax.atomic_files import atomic_write
+from specdec_jax.core.atomic_files import atomic_write
 from specdec_jax.data.text import read_lines
 
 

@@ -19,12 +19,14 @@ from experiments.paper.paper import load_table
 from experiments.paper.paper_tables import paper_table
 from experiments.table3.acceptance import acceptance
 from specdec_jax.checkpoints.load import open_checkpoint
-from specdec_jax.core.loading import DecodeSettings, DraftFactory, LoadedTarget
+from specdec_jax.core.loading import DecodeSettings
 from specdec_jax.core.sampling import Sampling
+from specdec_jax.core.types import DraftSpec, Loaded
 from specdec_jax.drafts.heads import AnyConfig
 from specdec_jax.drafts.ngram import bigram, unigram
 from specdec_jax.drafts.uniform import uniform
 from specdec_jax.errors import InputError
+from specdec_jax.load import EMBEDDED, asset, checkpoint_draft, load_pair, random_pair
 from specdec_jax.measure.measure import measure
 from specdec_jax.measure.records import Record, open_results, read
 from specdec_jax.measure.reporting.tables import MISSING, Table, number_text
@@ -33,14 +35,7 @@ from specdec_jax.measure.speed import Baseline, Timing, own_baseline
 from specdec_jax.measure.sweep import show
 from specdec_jax.models.families import init_params
 from specdec_jax.models.sizes import named_config
-from specdec_jax.pairs import (
-  EMBEDDED,
-  LoadedPair,
-  asset,
-  checkpoint_draft,
-  load_pair,
-  random_pair,
-)
+from specdec_jax.pair import Pair
 
 TABLES = {"table2": 2, "table3": 3, "table4": 4, "table5": 5}
 FIGURES = ("figure1", "figure2", "figure3", "figure4", "figure5")
@@ -49,7 +44,7 @@ _DTYPE_BYTES = {"float32": 4, "bfloat16": 2}
 _NGRAMS = {"unigram": unigram, "bigram": bigram}
 
 Row = Mapping[str, Any]
-LoadsDraft = Callable[[LoadedTarget], DraftFactory]
+LoadsDraft = Callable[[Loaded], DraftSpec]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -104,17 +99,17 @@ class StandIns:
     bundled = {TARGET: "target", "T5-small": "draft"}
     return open_checkpoint(str(EMBEDDED / bundled[name])).config if name in bundled else None
 
-  def pair(self, draft: str, task: Task, alpha: float) -> LoadedPair:
+  def pair(self, draft: str, task: Task, alpha: float) -> Pair:
     """Return the target with a draft; stand-ins simulate `alpha`."""
     pair = random_pair(self.sizes[TARGET], self.sizes[draft], alpha, dtype=self.dtype)
-    return pair._replace(task=task.name, max_source_tokens=task.max_source_tokens)
+    return dataclasses.replace(pair, task=task.name, max_source_tokens=task.max_source_tokens)
 
-  def alpha_drafts(self, names: Sequence[str], task: Task) -> tuple[LoadedPair, list[LoadsDraft]]:
+  def alpha_drafts(self, names: Sequence[str], task: Task) -> tuple[Pair, list[LoadsDraft]]:
     """Return a pair, and functions that load further drafts, whose alphas are measured."""
     pair = load_pair(draft=asset("multi30k_ende/draft"))
     return pair, _ngram_drafts(names, task)
 
-  def example(self, task: Task) -> tuple[LoadedPair, str]:
+  def example(self, task: Task) -> tuple[Pair, str]:
     """Return a pair and a text whose rounds are drawn in Figure 1."""
     # The GPT-like pair, because the paper's figure has a model without an encoder.
     names = "gpt_like_4m", "gpt_like_600k", "vocabulary.txt"
@@ -146,12 +141,12 @@ class Checkpoints:
       return named_config(*self.sizes[name])
     return open_checkpoint(self.paths[name]).config
 
-  def pair(self, draft: str, task: Task, alpha: float) -> LoadedPair:
+  def pair(self, draft: str, task: Task, alpha: float) -> Pair:
     pair = _target(self.paths[TARGET], self.vocabulary, self.dtype)
-    pair = pair._replace(task=task.name, max_source_tokens=task.max_source_tokens)
-    return pair.with_draft(checkpoint_draft(pair.loaded_target, self.paths[draft], self.dtype))
+    pair = dataclasses.replace(pair, task=task.name, max_source_tokens=task.max_source_tokens)
+    return pair.with_draft(checkpoint_draft(pair.target, self.paths[draft], self.dtype))
 
-  def alpha_drafts(self, names: Sequence[str], task: Task) -> tuple[LoadedPair, list[LoadsDraft]]:
+  def alpha_drafts(self, names: Sequence[str], task: Task) -> tuple[Pair, list[LoadsDraft]]:
     first, *others = self._available(names)
     loads = [
       functools.partial(checkpoint_draft, model=self.paths[name], dtype=self.dtype)
@@ -159,7 +154,7 @@ class Checkpoints:
     ]
     return self.pair(first, task, 1.0), [*loads, *_ngram_drafts(names, task)]
 
-  def example(self, task: Task) -> tuple[LoadedPair, str]:
+  def example(self, task: Task) -> tuple[Pair, str]:
     draft = self._available([name for name in self.paths if name != TARGET])[0]
     return self.pair(draft, task, 1.0), task.sources()[0]
 
@@ -175,7 +170,7 @@ Models = StandIns | Checkpoints
 
 
 @functools.lru_cache(1)  # the target is loaded once for all of its drafts
-def _target(target: str, vocabulary: str | None, dtype: str) -> LoadedPair:
+def _target(target: str, vocabulary: str | None, dtype: str) -> Pair:
   return load_pair(target, uniform, vocabulary, dtype=dtype)
 
 
@@ -218,7 +213,7 @@ def reproduce(
   num_texts: int | None = None,
   repeats: int = 3,
   min_tokens: int = 10_000,
-  baselines: Sequence[Callable[[LoadedPair], Baseline]] = (own_baseline,),
+  baselines: Sequence[Callable[[Pair], Baseline]] = (own_baseline,),
   dry_run: bool = False,
 ) -> None:
   """Measure tables of the paper, and print each of them next to the paper's numbers.
@@ -285,7 +280,7 @@ def _measure_speeds(
   folder: pathlib.Path,
   num_texts: int | None,
   repeats: int,
-  baseline: Callable[[LoadedPair], Baseline],
+  baseline: Callable[[Pair], Baseline],
 ) -> None:
   """Measure the speedup of each row of a group, with its own gamma."""
   texts = task.sources()[:num_texts]

@@ -45,7 +45,7 @@ from specdec_jax.measure.reporting.tables import (
 )
 from specdec_jax.measure.sweep import Report, Step, measure_missing
 from specdec_jax.measure.timing import interleaved_seconds, ratio_range
-from specdec_jax.pairs import LoadedPair
+from specdec_jax.pair import Pair
 
 PEERS_LEGEND = {
   "tokens/s": "total tokens / total seconds, prefill included, medians of interleaved repeats",
@@ -242,13 +242,13 @@ def _load_decoders(
   return decoders
 
 
-def _target(one: Record | LoadedPair) -> _Target:
+def _target(one: Record | Pair) -> _Target:
   """Return dtype and kernels, whose name contains the format of the weights."""
   return one.dtype, one.kernels
 
 
-def _precision(one: Record | LoadedPair) -> _Precision:
-  return _target(one), one.draft if isinstance(one, Record) else one.draft_name
+def _precision(one: Record | Pair) -> _Precision:
+  return _target(one), one.draft if isinstance(one, Record) else one.draft.name
 
 
 def _baseline_key(setting: Record) -> _DecoderKey:
@@ -257,17 +257,15 @@ def _baseline_key(setting: Record) -> _DecoderKey:
   return _target(setting) if own else None, setting.baseline
 
 
-def _speculative(
-  comparison: Comparison, pair: LoadedPair, sampling: Sampling, gamma: int
-) -> Decode:
+def _speculative(comparison: Comparison, pair: Pair, sampling: Sampling, gamma: int) -> Decode:
   """Return a function for speculative decoding, or speculative beam search if there are beams."""
   beams, draft_beams = comparison.workload.beams, comparison.workload.draft_beams
   if beams:
     return best_of_beams(pair.beam_searcher(beams, gamma, draft_beams), pair.params)
-  draft = pair.draft(sampling, chain(gamma))
+  draft = pair.draft.build(sampling, chain(gamma))
 
   def decode(prompt, rng, *, max_new_tokens: int, sampling: Sampling) -> DecodeResult:
-    decoder = Decoder(pair.target, draft, TokenVerifier(sampling))
+    decoder = Decoder(pair.target.model, draft, TokenVerifier(sampling))
     return decoder.run(pair.params, prompt, rng, max_new_tokens=max_new_tokens)
 
   return decode

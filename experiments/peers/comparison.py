@@ -26,21 +26,15 @@ from specdec_jax.data.vocabularies import open_vocabulary
 from specdec_jax.data.vocabulary import Vocabulary
 from specdec_jax.drafts.composed import LoadsDraft
 from specdec_jax.errors import InputError
+from specdec_jax.load import EMBEDDED, checkpoint_draft, is_bundled, load_pair, vocabulary_of
 from specdec_jax.measure.speed import own_baseline
 from specdec_jax.models.config import T5Config
 from specdec_jax.models.simulated import SimulatedModel
 from specdec_jax.models.sizes import t5_config, version_name
-from specdec_jax.pairs import (
-  EMBEDDED,
-  LoadedPair,
-  checkpoint_draft,
-  is_bundled,
-  load_pair,
-  vocabulary_of,
-)
+from specdec_jax.pair import Pair
 
 # Dtype of this package's arithmetic, and how it keeps the weights of the target and of the draft in
-# memory; see `pairs.load_pair`, also for the default of the last one.
+# memory; see `load.load_pair`, also for the default of the last one.
 Precision = tuple[str, LoadedWeights] | tuple[str, LoadedWeights, LoadedWeights]
 PRECISIONS: Sequence[Precision] = (("float32", "float"), ("float32", "stored"))
 
@@ -98,14 +92,14 @@ class Comparison(NamedTuple):
     workload: texts and settings of decoding.
   """
 
-  pairs: tuple[LoadedPair, ...]
+  pairs: tuple[Pair, ...]
   target: str
   draft: str
   alpha: float | None
   workload: Workload
 
   @property
-  def pair(self) -> LoadedPair:
+  def pair(self) -> Pair:
     """The first pair."""
     return self.pairs[0]
 
@@ -206,11 +200,11 @@ def trained(
   Args:
     folder: folder to write the weights to.
     workload: texts and settings of decoding.
-    target: checkpoint of the target M_p, as for `pairs.load_pair`.
-    draft: checkpoint of the draft M_q, as for `pairs.load_pair`.
-    vocabulary: vocabulary of both models, as for `pairs.load_pair`.
-    task: task name for records, as for `pairs.load_pair`.
-    extra_ids: number of extra ids of the vocabulary, as for `pairs.load_pair`.
+    target: checkpoint of the target M_p, as for `load.load_pair`.
+    draft: checkpoint of the draft M_q, as for `load.load_pair`.
+    vocabulary: vocabulary of both models, as for `load.load_pair`.
+    task: task name for records, as for `load.load_pair`.
+    extra_ids: number of extra ids of the vocabulary, as for `load.load_pair`.
     learned: path of a learned draft head on the target's hidden states. This package uses it
       instead of `draft`; other backends do not. None to use `draft`.
     precisions: precisions of this package; each is measured. Two that load the same weights, such
@@ -225,7 +219,7 @@ def trained(
     _write_checkpoint(folder, "draft", draft),
   )
   pairs = tuple(
-    pair._replace(target_path=target_path, draft_path=draft_path)
+    pair.with_target(path=target_path).with_draft(dataclasses.replace(pair.draft, path=draft_path))
     for pair in _load_pairs(precisions, target, learned or draft, vocabulary, task, extra_ids)
   )
   return Comparison(pairs, target, draft, None, workload)
@@ -258,7 +252,7 @@ def random(
     gammas: see `Workload`.
     max_new_tokens: see `Workload`.
     num_output_tokens: number of tokens that this package's draft may propose, the first ones of the
-      vocabulary, as in a draft of the most frequent tokens (`pairs.frequent_tokens`); None for all.
+      vocabulary, as in a draft of the most frequent tokens (`load.frequent_tokens`); None for all.
     precisions: see `trained`.
   """
   workload = Workload(texts, gammas, temperatures=(0.0,), max_new_tokens=max_new_tokens)
@@ -267,12 +261,9 @@ def random(
   target, draft = (_write_random(folder, size, version) for size in (target, draft))
   drafts = functools.partial(_random_draft, draft, num_output_tokens)
   pairs = tuple(
-    pair._replace(
-      target=SimulatedModel(pair.target, alpha, pair.target.eos_id),
-      simulated_alpha=alpha,
-      target_path=None,
-      draft_path=None,
-    )
+    pair.with_target(
+      model=SimulatedModel(pair.target.model, alpha, pair.target.model.eos_id), path=None
+    ).with_draft(dataclasses.replace(pair.draft, path=None))
     for pair in _load_pairs(precisions, target, drafts, vocabulary, task, extra_ids)
   )
   return Comparison(pairs, target, draft, alpha, workload)
@@ -285,9 +276,9 @@ def _load_pairs(
   vocabulary: str,
   task: str | None,
   extra_ids: int | Literal["auto"],
-) -> tuple[LoadedPair, ...]:
+) -> tuple[Pair, ...]:
   """Load a pair in each precision. Of two pairs with the same weights, only the first is kept."""
-  pairs: dict[tuple[str, str, str], LoadedPair] = {}
+  pairs: dict[tuple[str, str, str], Pair] = {}
   for dtype, weights, *rest in precisions:
     default: LoadedWeights | None = "int8" if weights == "int8" else None
     draft_weights = rest[0] if rest else default
@@ -301,7 +292,7 @@ def _load_pairs(
       weights=weights,
       draft_weights=draft_weights,
     )
-    pairs.setdefault((pair.dtype, pair.kernels, pair.draft_name), pair)
+    pairs.setdefault((pair.dtype, pair.kernels, pair.draft.name), pair)
   return tuple(pairs.values())
 
 

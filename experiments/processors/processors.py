@@ -103,7 +103,7 @@ def bundled_pair(path: str) -> Models:
   with open(path, encoding="utf-8") as file:
     texts = [line.strip() for line, _ in zip(file, range(16))]
   eos_id, rng = pair.vocabulary.eos_id, np.random.default_rng(0)
-  vocab_size, width = pair.target.vocab_size, max(len(pair.encode(text)) for text in texts)
+  vocab_size, width = pair.target.model.vocab_size, max(len(pair.encode(text)) for text in texts)
   sequences = rng.integers(3, vocab_size, (1000, 12)).tolist()
 
   def decoder(given: GenerationConfig) -> Decoder:

@@ -22,12 +22,12 @@ from specdec_jax.core.trees import AnyTree, NodeLayout, chain, place_chain
 from specdec_jax.core.wrappers import WrappedModel
 from specdec_jax.data.vocabulary import padded
 from specdec_jax.errors import InputError
+from specdec_jax.load import random_model, size_name
 from specdec_jax.models.config import named_dtype
 from specdec_jax.models.families import model_of
 from specdec_jax.models.simulated import CERTAIN
 from specdec_jax.models.sizes import version_name
-from specdec_jax.pairs.pair import LoadedPair
-from specdec_jax.pairs.random_weights import random_model, size_name
+from specdec_jax.pair import Pair
 
 
 class ReplayParams(NamedTuple):
@@ -117,14 +117,14 @@ class ReplayModel(WrappedModel):
 
 
 def replayed_pair(
-  pair: LoadedPair,
+  pair: Pair,
   texts: Sequence[str],
   size: str = "base",
   version: str | float = "1.1",
   dtype: str = "float32",
   max_new_tokens: int = 64,
   kernels: str = "auto",
-) -> LoadedPair:
+) -> Pair:
   """Return a pair whose target has a published size and writes the outputs of the given pair.
 
   Measure it at temperature 0, on the same texts and with the same `max_new_tokens`. The draft is
@@ -152,12 +152,10 @@ def replayed_pair(
   version = version_name(version)
   config, params = random_model(size, version, named_dtype(dtype), pair.vocabulary, None, kernels)
   rows = jnp.asarray(padded([row.tolist() for row in outputs], max_new_tokens))
-  return pair._replace(
-    target=ReplayModel(model_of(config), len(pair.vocabulary)),
-    target_params=ReplayParams(params, jnp.asarray(prompts), rows),
-    target_name=size_name(version, size),
-    target_path=None,
-    task=f"{pair.task}, replayed",
-    dtype=dtype,
-    kernels=config.kernels,
+  replayed = pair.with_target(
+    model=ReplayModel(model_of(config), len(pair.vocabulary)),
+    params=ReplayParams(params, jnp.asarray(prompts), rows),
+    name=size_name(version, size),
+    path=None,
   )
+  return dataclasses.replace(replayed, task=f"{pair.task}, replayed")

@@ -18,10 +18,10 @@ from specdec_jax.core.counts import (
   num_tokens,
   require_finite,
 )
-from specdec_jax.core.loading import DecodeSettings, LoadedTarget
+from specdec_jax.core.loading import DecodeSettings
 from specdec_jax.core.sampling import Sampling
 from specdec_jax.core.trees import chain
-from specdec_jax.core.types import DecodeResult
+from specdec_jax.core.types import DecodeResult, DraftSpec, Loaded
 from specdec_jax.measure.alpha import Acceptance, mean_with_interval, measure_alpha
 from specdec_jax.measure.autoregressive import generate
 from specdec_jax.measure.measure import settings_to_measure
@@ -32,17 +32,17 @@ from specdec_jax.measure.reporting.tables import (
   sampling_text,
 )
 from specdec_jax.measure.sweep import Report, Step, sweep
-from specdec_jax.pairs import DraftFactory, LoadedPair
+from specdec_jax.pair import Pair
 
 ACCEPTANCE = ("draft", "sampling", "tokens", "alpha_of_text", "lag1", "rounds", "by_position")
 
 
 def acceptance(
-  pair: LoadedPair,
+  pair: Pair,
   texts: Sequence[str],
   output_dir: str,
   samplings: Sequence[Sampling],
-  drafts: Sequence[Callable[[LoadedTarget], DraftFactory]] = (),
+  drafts: Sequence[Callable[[Loaded], DraftSpec]] = (),
   gamma: int = 7,
   batch_size: int = 8,
   max_new_tokens: int = 64,
@@ -53,7 +53,7 @@ def acceptance(
   """Measure alpha on text that a target generates; print a table and append to `results.jsonl`.
 
   Args:
-    pair: target and draft; see `pairs.load_pair`.
+    pair: target and draft; see `load.load_pair`.
     texts: sources. The target decodes them until it has generated `min_tokens` tokens.
     output_dir: folder for `results.jsonl`; settings recorded there already are not measured again.
     samplings: sampling methods; each is measured.
@@ -66,7 +66,7 @@ def acceptance(
     leniences: values of the lenience l (Appendix A.5); each is measured, and 1 is exact.
   """
   pair.require_batch_size(batch_size)
-  factories = [draft(pair.loaded_target) for draft in drafts]
+  factories = [draft(pair.target) for draft in drafts]
   pairs = [pair, *(pair.with_draft(factory) for factory in factories)]
   settings_of = functools.partial(DecodeSettings, batch_size=batch_size, seed=seed)
 
@@ -84,7 +84,7 @@ def acceptance(
       for pair_with_draft in pairs:
         wanted = settings_to_measure(pair_with_draft, texts, settings, [gamma])
         yield Step(
-          f"{pair_with_draft.draft_name}, temperature {sampling_text(wanted[0])}",
+          f"{pair_with_draft.draft.name}, temperature {sampling_text(wanted[0])}",
           wanted,
           functools.partial(_measure_all, pair_with_draft, functools.partial(generated, sampling)),
         )
@@ -93,7 +93,7 @@ def acceptance(
 
 
 def _measure_all(
-  pair: LoadedPair,
+  pair: Pair,
   generated: Callable[[], Sequence[tuple[Array, Array, DecodeResult]]],
   settings: Sequence[Record],
   report: Report,
@@ -105,7 +105,7 @@ def _measure_all(
 
 
 def _measure(
-  pair: LoadedPair,
+  pair: Pair,
   generated: Sequence[tuple[Array, Array, DecodeResult]],
   setting: Record,
 ) -> Record:

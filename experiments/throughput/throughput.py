@@ -9,7 +9,6 @@ from collections.abc import Iterable, Sequence
 
 import numpy as np
 from rich.console import Console
-from specdec_jax.pair import Pair
 
 from specdec_jax.core.counts import acceptance_rate, num_rounds, num_tokens
 from specdec_jax.core.loading import DecodeSettings
@@ -28,6 +27,7 @@ from specdec_jax.measure.reporting.tables import (
   Table,
 )
 from specdec_jax.measure.timing import interleaved_seconds, ratio_range, timed
+from specdec_jax.pair import Pair
 from specdec_jax.serve.lines import decode_lines
 
 

@@ -20,14 +20,14 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jax.stages import Lowered
 
 from specdec_jax.core.decode import Decoder, DecodeState, NullDraft
-from specdec_jax.core.loading import LoadedTarget
 from specdec_jax.core.sampling import Sampling, sample_logits
 from specdec_jax.core.trees import AnyTree, DynamicTree, Tree, chain
-from specdec_jax.core.types import Params
+from specdec_jax.core.types import Loaded, Params
 from specdec_jax.core.verify.tokens import TokenVerifier
 from specdec_jax.drafts.dynamic import model_draft
 from specdec_jax.drafts.heads import AnyConfig, SpeculatorConfig, init_params
 from specdec_jax.errors import InputError
+from specdec_jax.load import head_factory
 from specdec_jax.models.families import Config, model_of
 from specdec_jax.models.partitioning import (
   REPLICATED,
@@ -40,7 +40,6 @@ from specdec_jax.models.partitioning import (
   state_shardings,
 )
 from specdec_jax.models.quantization import param_dtype
-from specdec_jax.pairs.speculators import head_factory
 
 Programs = dict[str, Callable[[], Lowered]]  # name -> function that lowers the program
 
@@ -218,7 +217,7 @@ def programs(
   pair = _PairOnSite(target, draft, Site(devices), settings)
   speculative = Decoder(pair.target, pair.draft, pair.verifier, eos_id=1)
   autoregressive = Decoder(pair.target, NullDraft(), pair.verifier, eos_id=1)
-  params, target_params = Params(pair.target_params, pair.draft_params), Params(pair.target_params)
+  params, target_params = Params(pair.target.params, pair.draft.params), Params(pair.target.params)
   lowered: Programs = {
     "speculative loop": functools.partial(pair.lower_loop, speculative, params),
     "plain loop": functools.partial(pair.lower_loop, autoregressive, target_params),
@@ -247,7 +246,7 @@ class _PairOnSite:
     self.target_params = site.params(target, RULES)
     self.draft_params = site.params(draft, settings.draft_rules)
     if isinstance(draft, SpeculatorConfig):
-      loaded = LoadedTarget(model_of(target), self.target_params, vocabulary=None)
+      loaded = Loaded("target", model_of(target), self.target_params, vocabulary=None)
       factory = head_factory(draft.kind, draft, self.draft_params, loaded)
       unsharded, self.draft_params = factory.build(settings.sampling, self.tree), factory.params
     else:

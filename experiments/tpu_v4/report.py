@@ -16,7 +16,7 @@ from typing import Any, get_args
 from experiments.tpu_v4 import compile as tpu_compile
 from experiments.tpu_v4 import examine
 from experiments.tpu_v4.beams import BeamSettings, beam_programs
-from specdec_jax.atomic_files import atomic_write
+from specdec_jax.core.atomic_files import atomic_write
 from specdec_jax.core.sampling import Sampling
 from specdec_jax.core.trees import AnyTree, DynamicTree
 from specdec_jax.drafts.heads import HEADS, AnyConfig, SpeculatorConfig, speculator_config

@@ -43,7 +43,7 @@ from specdec_jax.measure.reporting.tables import (
   sampling_text,
 )
 from specdec_jax.measure.sweep import Report, Step, sweep
-from specdec_jax.pairs import LoadedPair
+from specdec_jax.pair import Pair
 from specdec_jax.theory import best_tree
 
 # Columns of `lengths_table` before and after "over chain".
@@ -55,7 +55,7 @@ WIDTH = 8  # number of ranks whose acceptance is measured
 
 
 def trees(
-  pair: LoadedPair,
+  pair: Pair,
   texts: Sequence[str],
   output_dir: str,
   samplings: Sequence[Sampling],
@@ -74,7 +74,7 @@ def trees(
   """Measure acceptance lengths in real rounds; print a table, and write records and a page.
 
   Args:
-    pair: target and draft; see `pairs.load_pair`.
+    pair: target and draft; see `load.load_pair`.
     texts: sources. Trees are built from the first `calibration_texts` texts, and measured on the
       remaining texts.
     output_dir: folder for `results.jsonl` and `report.html`; settings recorded there already are
@@ -98,7 +98,7 @@ def trees(
   """
   pair.require_batch_size(batch_size)
   to_calibrate, rest = texts[:calibration_texts], texts[calibration_texts:]
-  with_first_verifier = pair._replace(verifier=verifiers[0])
+  with_first_verifier = dataclasses.replace(pair, verifier=verifiers[0])
   # Filled by `steps`: settings and first tree of each sampling method, for the report.
   to_show: list[tuple[DecodeSettings, AnyTree]] = []
 
@@ -154,21 +154,21 @@ def _shape(tree: AnyTree) -> dict[str, Any]:
 
 
 def _with_verifiers(
-  pair: LoadedPair,
+  pair: Pair,
   sampling: Sampling,
   tree: AnyTree,
   verifiers: Sequence[Callable[[Sampling], Verifier]],
-) -> list[LoadedPair]:
+) -> list[Pair]:
   """Return one pair for each verifier that is measured with this tree and sampling method."""
   if isinstance(tree, DynamicTree):
     verifiers = [TokenVerifier]
   if sampling.temperature == 0:
     verifiers = verifiers[:1]
-  return [pair._replace(verifier=verifier) for verifier in verifiers]
+  return [dataclasses.replace(pair, verifier=verifier) for verifier in verifiers]
 
 
 def _costs(
-  pair: LoadedPair,
+  pair: Pair,
   trees: Sequence[AnyTree],
   prompt: Array,
   sampling: Sampling,
@@ -180,7 +180,7 @@ def _costs(
 
 
 def _measure(
-  pair: LoadedPair,
+  pair: Pair,
   generate_texts: Callable[[], Sequence[tuple[Array, Array, DecodeResult]]],
   sampling: Sampling,
   tree: AnyTree,

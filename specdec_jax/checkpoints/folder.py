@@ -8,10 +8,10 @@ import jax
 import jax.numpy as jnp
 from flax import serialization
 
-from specdec_jax.atomic_files import atomic_write
 from specdec_jax.checkpoints import files
 from specdec_jax.checkpoints.flax_msgpack import read_flat
 from specdec_jax.checkpoints.stored import Checkpoint, StoredArray
+from specdec_jax.core.atomic_files import atomic_write
 from specdec_jax.drafts.heads import AnyConfig, SpeculatorConfig
 from specdec_jax.errors import InputError
 from specdec_jax.models.config import GPTConfig, T5Config, named_dtype

@@ -14,7 +14,6 @@ import numpy as np
 from flax import traverse_util
 from safetensors.numpy import save
 
-from specdec_jax.atomic_files import atomic_write
 from specdec_jax.checkpoints import bart, gpt2, t5gemma
 from specdec_jax.checkpoints.pretrained import (
   CONFIG,
@@ -27,6 +26,7 @@ from specdec_jax.checkpoints.pretrained import (
   require_known,
 )
 from specdec_jax.checkpoints.stored import LOGITS, TABLE, Checkpoint, StoredArray, equal
+from specdec_jax.core.atomic_files import atomic_write
 from specdec_jax.errors import InputError
 from specdec_jax.models.config import T5Config
 

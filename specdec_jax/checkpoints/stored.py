@@ -25,7 +25,7 @@ from specdec_jax.models.kernels import skinny
 from specdec_jax.models.quantization import column_scales, param_dtype, quantize
 
 Index = tuple[slice, ...]  # one slice per axis
-# How weights are loaded; see `pairs.load_pair`.
+# How weights are loaded; see `load.load_pair`.
 LoadedWeights = Literal["float", "stored", "int8"]
 # A tree of `Sharding` with the structure of the parameters, or a function that returns it, given
 # their shapes and, if it has a parameter `config`, the configuration of the model.

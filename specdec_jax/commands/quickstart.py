@@ -16,11 +16,11 @@ from specdec_jax.measure.records import open_results
 from specdec_jax.measure.reporting.rounds import LEGEND, TREE_LEGEND, round_text
 from specdec_jax.measure.reporting.stepper import Example
 from specdec_jax.measure.speed import Timing
-from specdec_jax.pairs import LoadedPair
+from specdec_jax.pair import Pair
 
 
 def quickstart(
-  pair: LoadedPair,
+  pair: Pair,
   sentences: Sequence[str],
   output_dir: str,
   gammas: Sequence[int] = (3, 5, 7),

@@ -1,12 +1,8 @@
-"""Types of loaded targets and drafts, and of the settings of decoding."""
+"""Settings of decoding."""
 
 import dataclasses
-from collections.abc import Callable
-from typing import Any, NamedTuple
 
 from specdec_jax.core.sampling import Sampling
-from specdec_jax.core.trees import AnyTree
-from specdec_jax.core.types import Draft, Model
 
 
 @dataclasses.dataclass(frozen=True)
@@ -26,36 +22,3 @@ class DecodeSettings:
   max_new_tokens: int = 128
   seed: int = 0
   lenience: float = 1.0
-
-
-class LoadedTarget(NamedTuple):
-  """Loaded target: the argument of functions that load drafts.
-
-  Attributes:
-    model: M_p.
-    params: parameters of the model.
-    vocabulary: vocabulary of target and draft.
-  """
-
-  model: Model
-  params: Any
-  vocabulary: Any
-
-
-class DraftFactory(NamedTuple):
-  """Draft that is loaded but not yet built for a sampling method and a tree.
-
-  Attributes:
-    name: name of the draft in records.
-    build: function of (sampling, tree) that returns the draft.
-    params: parameters of the draft.
-    path: path of the draft's checkpoint, for records; None if it has no checkpoint or several.
-    feature_layers: decoder layers of the target whose outputs the draft reads as the target's
-      hidden states; by default, it reads the states after the final norm, or none.
-  """
-
-  name: str
-  build: Callable[[Sampling, AnyTree], Draft]
-  params: Any = ()
-  path: str | None = None
-  feature_layers: tuple[int, ...] = ()

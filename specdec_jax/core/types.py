@@ -16,6 +16,8 @@ never fields.
 """
 
 import abc
+import dataclasses
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
@@ -384,3 +386,47 @@ class DecodeResult(NamedTuple):
   num_rounds: Int[Array, ""]
   not_finite: Int[Array, " B"]
   log_probs: Float[Array, "B T 2"] | None = None
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Loaded:
+  """Loaded target: the argument of functions that load drafts.
+
+  Attributes:
+    name: name of the target in records.
+    model: M_p.
+    params: parameters of the model.
+    vocabulary: vocabulary of target and draft.
+    path: checkpoint, for records; None if there is none.
+    generation: generation settings of the checkpoint, by field of `GenerationConfig`.
+    tasks: `task_specific_params` of the checkpoint: for each task, its generation settings and the
+      `prefix` of its sources.
+  """
+
+  name: str
+  model: Model
+  params: Any
+  vocabulary: Any
+  path: str | None = None
+  generation: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+  tasks: Mapping[str, Mapping[str, Any]] = dataclasses.field(default_factory=dict)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class DraftSpec:
+  """Draft that is loaded but not yet built for a sampling method and a tree.
+
+  Attributes:
+    name: name of the draft in records.
+    build: function of (sampling, tree) that returns the draft.
+    params: parameters of the draft.
+    path: checkpoint, for records; None if there is none, or several.
+    features: decoder layers of the target whose outputs the draft reads as the target's hidden
+      states; by default, it reads the states after the final norm, or none.
+  """
+
+  name: str
+  build: Callable[[Sampling, AnyTree], Draft]
+  params: Any = ()
+  path: str | None = None
+  features: tuple[int, ...] = ()

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 
 import sentencepiece
 
-from specdec_jax.atomic_files import atomic_write
+from specdec_jax.core.atomic_files import atomic_write
 from specdec_jax.data.vocabulary import DECODER_ONLY, PAD_ID, ModelTokens, Vocabulary
 from specdec_jax.errors import InputError
 

@@ -9,7 +9,7 @@ import pathlib
 from collections.abc import Sequence
 from typing import Any, Literal
 
-from specdec_jax.atomic_files import atomic_write
+from specdec_jax.core.atomic_files import atomic_write
 from specdec_jax.errors import InputError, require_count
 
 _HAS_SEQIO = importlib.util.find_spec("seqio") is not None
@@ -35,7 +35,7 @@ def sources(
   limit: int | None = None,
   side: Literal["inputs", "targets"] = "inputs",
 ) -> list[str]:
-  """Return the inputs of a task as texts, which `LoadedPair.encode` tokenizes as seqio would.
+  """Return the inputs of a task as texts, which `Pair.encode` tokenizes as seqio would.
 
   Args:
     task: name of a task registered by this module, by `add_task` or by any imported module.

@@ -10,10 +10,9 @@ from jax import Array
 from jaxtyping import Int, Int32, Key, UInt32
 
 from specdec_jax.core.arrays import gather, take
-from specdec_jax.core.loading import DraftFactory, LoadedTarget
 from specdec_jax.core.sampling import Sampling
 from specdec_jax.core.trees import AnyTree, require_static
-from specdec_jax.core.types import Context, Draft, Proposal
+from specdec_jax.core.types import Context, Draft, DraftSpec, Loaded, Proposal
 from specdec_jax.data.text import read_lines
 from specdec_jax.errors import InputError, require_count
 from specdec_jax.models.t5 import PAD_ID
@@ -21,9 +20,7 @@ from specdec_jax.models.t5 import PAD_ID
 MAX_ORDER = 8
 
 
-def backoff_ngrams(
-  target: LoadedTarget, path: str, order: int = 4, num_successors: int = 8
-) -> DraftFactory:
+def backoff_ngrams(target: Loaded, path: str, order: int = 4, num_successors: int = 8) -> DraftSpec:
   """Return a draft from the n-grams of a text file, which has one output of the task per line.
 
   Args:
@@ -39,7 +36,7 @@ def backoff_ngrams(
   def build(sampling: Sampling, tree: AnyTree) -> BackoffDraft:
     return BackoffDraft(tree, order)
 
-  return DraftFactory(f"{order}-gram", build, params)
+  return DraftSpec(f"{order}-gram", build, params)
 
 
 def fit_backoff(

@@ -1,7 +1,7 @@
 """Functions that load drafts composed of other drafts.
 
 To give such a function to `load_pair`, bind all of its arguments except `target`. An argument that
-loads a draft is a function from a `LoadedTarget` to a `DraftFactory`, for example
+loads a draft is a function from a `Loaded` to a `DraftSpec`, for example
 `checkpoint_draft`, or a function of this module with its other arguments bound.
 """
 
@@ -9,7 +9,6 @@ import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from specdec_jax.core.loading import DraftFactory, LoadedTarget
 from specdec_jax.core.sampling import Sampling
 from specdec_jax.core.trees import (
   AnyTree,
@@ -19,7 +18,7 @@ from specdec_jax.core.trees import (
   require_chain,
   require_static,
 )
-from specdec_jax.core.types import Draft
+from specdec_jax.core.types import Draft, DraftSpec, Loaded
 from specdec_jax.drafts.cascade import CascadeDraft
 from specdec_jax.drafts.forest import ForestDraft
 from specdec_jax.drafts.hierarchical import HierarchicalDraft
@@ -28,12 +27,12 @@ from specdec_jax.drafts.stop_at_miss import StopAtMissDraft
 from specdec_jax.drafts.stopping import AdaptiveStoppingDraft, StoppingDraft
 from specdec_jax.errors import InputError, require_count, shown
 
-LoadsDraft = Callable[[LoadedTarget], DraftFactory]
+LoadsDraft = Callable[[Loaded], DraftSpec]
 
 
 def hierarchical_draft(
-  target: LoadedTarget, draft: LoadsDraft, inner: LoadsDraft, inner_gamma: int = 3
-) -> DraftFactory:
+  target: Loaded, draft: LoadsDraft, inner: LoadsDraft, inner_gamma: int = 3
+) -> DraftSpec:
   """Return a draft whose model is itself decoded speculatively with a cheaper draft (Section 6).
 
   Args:
@@ -56,7 +55,7 @@ def hierarchical_draft(
   return _joined(f"{model.name} by {cheaper.name}", build, [model, cheaper])
 
 
-def forest_draft(target: LoadedTarget, drafts: Sequence[LoadsDraft]) -> DraftFactory:
+def forest_draft(target: Loaded, drafts: Sequence[LoadsDraft]) -> DraftSpec:
   """Return a draft that joins the proposals of several drafts in one tree (SpecInfer).
 
   Each draft proposes the whole tree or chain that is requested. If a draft is given twice, it is
@@ -77,9 +76,7 @@ def forest_draft(target: LoadedTarget, drafts: Sequence[LoadsDraft]) -> DraftFac
   return _joined(name, build, factories)
 
 
-def cascade_draft(
-  target: LoadedTarget, drafts: Sequence[LoadsDraft], gammas: Sequence[int]
-) -> DraftFactory:
+def cascade_draft(target: Loaded, drafts: Sequence[LoadsDraft], gammas: Sequence[int]) -> DraftSpec:
   """Return a draft that runs several drafts in sequence, usually from expensive to cheap.
 
   Args:
@@ -114,11 +111,11 @@ def cascade_draft(
 
 
 def tree_draft(
-  target: LoadedTarget,
+  target: Loaded,
   draft: LoadsDraft,
   widths: Sequence[int] = (),
   num_guesses: int | None = None,
-) -> DraftFactory:
+) -> DraftSpec:
   """Return a draft that proposes a tree of depth gamma in place of a chain of length gamma.
 
   Args:
@@ -146,12 +143,12 @@ def tree_draft(
     return factory.build(sampling, shape(tree.depth))
 
   size = f"tree of {num_guesses}" if num_guesses else f"tree {'x'.join(map(str, widths))}"
-  return factory._replace(name=f"{factory.name}, {size}", build=build, path=None)
+  return dataclasses.replace(factory, name=f"{factory.name}, {size}", build=build, path=None)
 
 
 def stopping_draft(
-  target: LoadedTarget, draft: LoadsDraft, threshold: float, goal: float | None = None
-) -> DraftFactory:
+  target: Loaded, draft: LoadsDraft, threshold: float, goal: float | None = None
+) -> DraftSpec:
   """Return a draft model that proposes up to gamma tokens, and stops early if it is not confident.
 
   Args:
@@ -172,10 +169,10 @@ def stopping_draft(
   rule = f"stops below {threshold:g}"
   if goal is not None:
     rule = f"stops for a rate of {goal:g}"
-  return model._replace(name=f"{model.name} ({rule})", build=build, path=None)
+  return dataclasses.replace(model, name=f"{model.name} ({rule})", build=build, path=None)
 
 
-def stop_at_miss_draft(target: LoadedTarget, draft: LoadsDraft) -> DraftFactory:
+def stop_at_miss_draft(target: Loaded, draft: LoadsDraft) -> DraftSpec:
   """Return a draft that ends its proposal where `draft` has no token (`drafts.stop_at_miss`).
 
   gamma is the maximum number of draft tokens.
@@ -189,12 +186,14 @@ def stop_at_miss_draft(target: LoadedTarget, draft: LoadsDraft) -> DraftFactory:
   def build(sampling: Sampling, tree: AnyTree) -> StopAtMissDraft:
     return StopAtMissDraft(factory.build(sampling, tree))
 
-  return factory._replace(name=f"{factory.name}, as far as known", build=build, path=None)
+  return dataclasses.replace(
+    factory, name=f"{factory.name}, as far as known", build=build, path=None
+  )
 
 
 def recycling_draft(
-  target: LoadedTarget, draft: LoadsDraft, num_recycled: int | None = None
-) -> DraftFactory:
+  target: Loaded, draft: LoadsDraft, num_recycled: int | None = None
+) -> DraftSpec:
   """Return a draft that also proposes the rest of the rejected proposal before it (SpecASR).
 
   Args:
@@ -212,33 +211,33 @@ def recycling_draft(
     count = rest if num_recycled is None else min(num_recycled, rest)
     return RecyclingDraft(factory.build(sampling, tree), count, len(target.vocabulary))
 
-  return factory._replace(name=f"{factory.name}, recycled", build=build, path=None)
+  return dataclasses.replace(factory, name=f"{factory.name}, recycled", build=build, path=None)
 
 
 def _joined(
-  name: str, build: Callable[[Sampling, AnyTree], Draft], factories: Sequence[DraftFactory]
-) -> DraftFactory:
+  name: str, build: Callable[[Sampling, AnyTree], Draft], factories: Sequence[DraftSpec]
+) -> DraftSpec:
   """Return the draft factory of several drafts.
 
   Raises:
     InputError: a draft reads outputs of layers of the target.
   """
   for factory in factories:
-    if factory.feature_layers:
+    if factory.features:
       raise InputError(
         f"{factory.name} reads the outputs of several layers of the target and cannot be joined "
         "with another draft."
       )
-  return DraftFactory(name, build, tuple(factory.params for factory in factories))
+  return DraftSpec(name, build, tuple(factory.params for factory in factories))
 
 
 def draft_sampling(
-  target: LoadedTarget,
+  target: Loaded,
   draft: LoadsDraft,
   temperature: float | None = None,
   top_k: int | None = None,
   top_p: float | None = None,
-) -> DraftFactory:
+) -> DraftSpec:
   """Return a draft with a sampling method of its own (Section 6). Decoding is exact for any q.
 
   If the target's temperature is 0, the draft uses the target's sampling method.
@@ -265,4 +264,4 @@ def draft_sampling(
     for name, value in given.items()
   )
   name = f"{factory.name} ({words})" if words else factory.name
-  return factory._replace(name=name, build=build, path=None)
+  return dataclasses.replace(factory, name=name, build=build, path=None)

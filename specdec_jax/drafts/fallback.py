@@ -7,10 +7,9 @@ import jax.numpy as jnp
 from jax import Array
 from jaxtyping import Float, Key
 
-from specdec_jax.core.loading import DraftFactory, LoadedTarget
 from specdec_jax.core.sampling import Sampling
 from specdec_jax.core.trees import AnyTree
-from specdec_jax.core.types import Context, Draft, Proposal
+from specdec_jax.core.types import Context, Draft, DraftSpec, Loaded, Proposal
 from specdec_jax.drafts.backoff import backoff_ngrams
 from specdec_jax.drafts.prompt_lookup import prompt_lookup
 from specdec_jax.errors import InputError
@@ -18,8 +17,8 @@ from specdec_jax.models.t5 import PAD_ID
 
 
 def prompt_lookup_or_ngrams(
-  target: LoadedTarget, path: str, max_ngram: int = 3, order: int = 4
-) -> DraftFactory:
+  target: Loaded, path: str, max_ngram: int = 3, order: int = 4
+) -> DraftSpec:
   """Return a draft that uses prompt lookup and falls back to n-grams with back-off.
 
   The arguments are those of `prompt_lookup` and `backoff_ngrams`.
@@ -30,7 +29,7 @@ def prompt_lookup_or_ngrams(
     return FallbackDraft(tuple(factory.build(sampling, tree) for factory in factories))
 
   name = "-or-".join(factory.name for factory in factories)
-  return DraftFactory(name, build, tuple(factory.params for factory in factories))
+  return DraftSpec(name, build, tuple(factory.params for factory in factories))
 
 
 @dataclasses.dataclass(frozen=True)

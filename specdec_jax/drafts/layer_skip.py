@@ -13,10 +13,9 @@ import jax.numpy as jnp
 from jax import Array
 from jaxtyping import Float, Int, Key
 
-from specdec_jax.core.loading import DraftFactory, LoadedTarget
 from specdec_jax.core.sampling import Sampling
 from specdec_jax.core.trees import AnyTree, NodePlacement, require_static
-from specdec_jax.core.types import Context, Model, Outcome, Proposal
+from specdec_jax.core.types import Context, DraftSpec, Loaded, Model, Outcome, Proposal
 from specdec_jax.core.wrappers import WrappedDraft
 from specdec_jax.drafts.model import ModelDraft
 from specdec_jax.errors import InputError
@@ -26,7 +25,7 @@ from specdec_jax.models.simulated import unwrapped, unwrapped_cache
 from specdec_jax.models.t5 import T5Model
 
 
-def layer_skip(target: LoadedTarget, layers: Sequence[int]) -> DraftFactory:
+def layer_skip(target: Loaded, layers: Sequence[int]) -> DraftSpec:
   """Return a draft from some decoder layers of the target, its final norm and output projection.
 
   Args:
@@ -45,7 +44,7 @@ def layer_skip(target: LoadedTarget, layers: Sequence[int]) -> DraftFactory:
     tree = require_static("layer skipping", tree)
     return LayerSkipDraft(ModelDraft(model_of(config), sampling, tree), tuple(layers))
 
-  return DraftFactory(f"layers {','.join(map(str, layers))}", build, params)
+  return DraftSpec(f"layers {','.join(map(str, layers))}", build, params)
 
 
 def decoder_of(target: Model) -> T5Model | GPTModel:

@@ -17,26 +17,25 @@ from jax import Array, lax
 from jaxtyping import Float, Int, Key
 
 from specdec_jax.core.arrays import gather, take
-from specdec_jax.core.loading import DraftFactory, LoadedTarget
 from specdec_jax.core.sampling import Sampling, argmax
 from specdec_jax.core.trees import AnyTree, Tree, chain, require_chain
-from specdec_jax.core.types import Context, Draft, Outcome, Proposal
+from specdec_jax.core.types import Context, Draft, DraftSpec, Loaded, Outcome, Proposal
 from specdec_jax.drafts.forest import joined_at_root
 from specdec_jax.errors import require_count
 from specdec_jax.models.t5 import PAD_ID
 
 
-def lookahead(target: LoadedTarget, window: int = 5, num_guesses: int = 5) -> DraftFactory:
+def lookahead(target: Loaded, window: int = 5, num_guesses: int = 5) -> DraftSpec:
   """Return lookahead decoding as a draft; see `LookaheadDraft`.
 
-  `DraftFactory.build` must be given a chain, whose gamma is the number of draft tokens per n-gram.
+  `DraftSpec.build` must be given a chain, whose gamma is the number of draft tokens per n-gram.
   """
 
   def build(sampling: Sampling, tree: AnyTree) -> LookaheadDraft:
     require_chain("lookahead decoding", tree)
     return LookaheadDraft(len(target.vocabulary), tree.depth, window, num_guesses)
 
-  return DraftFactory(f"lookahead-{window}-{num_guesses}", build)
+  return DraftSpec(f"lookahead-{window}-{num_guesses}", build)
 
 
 class Lookahead(NamedTuple):

@@ -13,32 +13,31 @@ import numpy as np
 from jax import Array, lax
 from jaxtyping import Float, Int, Key
 
-from specdec_jax.atomic_files import atomic_write
 from specdec_jax.core.arrays import split_rows
-from specdec_jax.core.loading import DraftFactory, LoadedTarget
+from specdec_jax.core.atomic_files import atomic_write
 from specdec_jax.core.sampling import Sampling, sample_logits
 from specdec_jax.core.trees import AnyTree, require_chain
-from specdec_jax.core.types import Context, Draft, Proposal
+from specdec_jax.core.types import Context, Draft, DraftSpec, Loaded, Proposal
 from specdec_jax.data.text import read_lines
 from specdec_jax.data.vocabulary import Vocabulary
 from specdec_jax.errors import InputError, require_count
 from specdec_jax.models.t5 import PAD_ID
 
 
-def unigram(target: LoadedTarget, path: str) -> DraftFactory:
+def unigram(target: Loaded, path: str) -> DraftSpec:
   """Return a draft from the unigrams of a text file, which has one output of the task per line."""
   return _ngram("unigram", 1, target.vocabulary, path)
 
 
-def bigram(target: LoadedTarget, path: str) -> DraftFactory:
+def bigram(target: Loaded, path: str) -> DraftSpec:
   """Return a draft from the bigrams of a text file, which has one output of the task per line."""
   return _ngram("bigram", 2, target.vocabulary, path)
 
 
-def _ngram(name: str, order: int, vocabulary: Vocabulary, path: str) -> DraftFactory:
+def _ngram(name: str, order: int, vocabulary: Vocabulary, path: str) -> DraftSpec:
   rows, start_id = map(vocabulary.encode, read_lines(path)), vocabulary.start_id
   counts = fit_ngrams(rows, len(vocabulary), start_id=start_id)
-  return DraftFactory(name, functools.partial(NgramDraft, order, len(vocabulary)), counts)
+  return DraftSpec(name, functools.partial(NgramDraft, order, len(vocabulary)), counts)
 
 
 class Ngrams(NamedTuple):

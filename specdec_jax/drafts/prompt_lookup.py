@@ -9,20 +9,19 @@ from jax import Array
 from jaxtyping import Int, Key
 
 from specdec_jax.core.arrays import gather
-from specdec_jax.core.loading import DraftFactory, LoadedTarget
 from specdec_jax.core.sampling import Sampling
 from specdec_jax.core.trees import AnyTree, Tree, require_static
-from specdec_jax.core.types import Context, Draft, Proposal
+from specdec_jax.core.types import Context, Draft, DraftSpec, Loaded, Proposal
 from specdec_jax.errors import require_count
 from specdec_jax.models.t5 import PAD_ID
 
 
 def prompt_lookup(
-  target: LoadedTarget,
+  target: Loaded,
   max_ngram: int = 3,
   tokens_per_match: int | None = None,
   from_start: bool = False,
-) -> DraftFactory:
+) -> DraftSpec:
   """Return a draft that uses prompt lookup; see `PromptLookupDraft`."""
   vocab_size = len(target.vocabulary)
 
@@ -31,7 +30,7 @@ def prompt_lookup(
 
   limit = "" if tokens_per_match is None else f"x{tokens_per_match}"
   start = " from start" if from_start else ""
-  return DraftFactory(f"copy-{max_ngram}{limit}{start}", build)
+  return DraftSpec(f"copy-{max_ngram}{limit}{start}", build)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -21,12 +21,11 @@ import numpy as np
 from jax import Array, lax
 from jaxtyping import Bool, Int, Key
 
-from specdec_jax.atomic_files import atomic_write
 from specdec_jax.core.arrays import gather, gather_token
-from specdec_jax.core.loading import DraftFactory, LoadedTarget
+from specdec_jax.core.atomic_files import atomic_write
 from specdec_jax.core.sampling import Sampling
 from specdec_jax.core.trees import AnyTree, DynamicTree, Tree
-from specdec_jax.core.types import Context, Draft, Proposal
+from specdec_jax.core.types import Context, Draft, DraftSpec, Loaded, Proposal
 from specdec_jax.data.text import read_lines
 from specdec_jax.data.vocabulary import Vocabulary
 from specdec_jax.errors import InputError, require_count
@@ -51,13 +50,13 @@ class Datastore(NamedTuple):
 
 
 def retrieval(
-  target: LoadedTarget,
+  target: Loaded,
   path: str | None,
   max_context: int = 8,
   num_matches: int = 64,
   tokens_per_match: int | None = None,
   capacity: int | None = None,
-) -> DraftFactory:
+) -> DraftSpec:
   """Return a draft that retrieves from a text file, which has one output of the task per line.
 
   Without a capacity, the datastore is cached in the directory of JAX's compilation cache, if that
@@ -85,7 +84,7 @@ def retrieval(
     return RetrievalDraft(tree, max_context, num_matches, tokens_per_match)
 
   limit = "" if tokens_per_match is None else f" x{tokens_per_match}"
-  return DraftFactory(f"retrieval{limit}", build, store)
+  return DraftSpec(f"retrieval{limit}", build, store)
 
 
 def cached_datastore(vocabulary: Vocabulary, path: str) -> Datastore:

@@ -8,20 +8,19 @@ import jax.numpy as jnp
 from jax import Array
 from jaxtyping import Int, Key
 
-from specdec_jax.core.loading import DraftFactory, LoadedTarget
 from specdec_jax.core.sampling import Sampling
 from specdec_jax.core.trees import AnyTree, require_static
-from specdec_jax.core.types import Context, Draft, Proposal
+from specdec_jax.core.types import Context, Draft, DraftSpec, Loaded, Proposal
 
 
-def uniform(target: LoadedTarget) -> DraftFactory:
+def uniform(target: Loaded) -> DraftSpec:
   """Return a draft that samples uniformly from the vocabulary of a target."""
   vocab_size = len(target.vocabulary)
 
   def build(sampling: Sampling, tree: AnyTree) -> UniformDraft:
     return UniformDraft(vocab_size, tree)
 
-  return DraftFactory("uniform", build)
+  return DraftSpec("uniform", build)
 
 
 @dataclasses.dataclass(frozen=True)

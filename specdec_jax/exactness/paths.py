@@ -17,7 +17,7 @@ from specdec_jax.core.arrays import gather
 from specdec_jax.core.processors import Processors
 from specdec_jax.core.sampling import Sampling, row_keys
 from specdec_jax.core.trees import AnyTree, DynamicTree, Tree, chain
-from specdec_jax.core.types import Context, Outcome, Proposal
+from specdec_jax.core.types import Context, DraftSpec, Outcome, Proposal
 from specdec_jax.drafts.model import ModelDraft
 from specdec_jax.pair import Pair
 
@@ -146,7 +146,7 @@ def rounds_of_self_draft(
     The number of rounds, and the smallest possible number of rounds, summed over all texts.
   """
   draft = functools.partial(PathDraft if by_paths else ModelDraft, pair.target.model)
-  self_pair = pair._replace(draft=draft, draft_params=pair.target.params)
+  self_pair = pair.with_draft(DraftSpec(pair.target.name, draft, pair.target.params))
   decode = self_pair.decode_fn(Sampling(temperature=0.0), tree, processors=processors)
   if by_paths:
     lengths = plans_of(tree).lengths

@@ -20,7 +20,7 @@ from specdec_jax.core.trees import Tree, branching, chain
 from specdec_jax.core.types import Context, DecodeResult, Draft, Model
 from specdec_jax.core.verify.lossy import emitted_distribution
 from specdec_jax.core.verify.tokens import guess_probs, within_lenience
-from specdec_jax.pairs import LoadedPair
+from specdec_jax.pair import Pair
 
 
 class Estimate(NamedTuple):
@@ -81,16 +81,16 @@ def teacher_forced(
 
 
 def draft_probs(
-  pair: LoadedPair, draft: Draft, prompt: Int[Array, "B P"], tokens: Int[Array, "B T"]
+  pair: Pair, draft: Draft, prompt: Int[Array, "B P"], tokens: Int[Array, "B T"]
 ) -> Float[Array, "B T V"]:
   """Return the q of a draft with gamma 1 for each token of an output, given those before it."""
   return _proposals_of_pair(pair, draft, prompt, tokens)[1][:, :, 0]
 
 
 def _proposals_of_pair(
-  pair: LoadedPair, draft: Draft, prompt: Int[Array, "B P"], tokens: Int[Array, "B T"]
+  pair: Pair, draft: Draft, prompt: Int[Array, "B P"], tokens: Int[Array, "B T"]
 ) -> tuple[Int[Array, "B T N"], Float[Array, "B T N V"]]:
-  return proposals(pair.target, draft, pair.target_params, pair.draft_params, prompt, tokens)
+  return proposals(pair.target.model, draft, pair.target.params, pair.draft.params, prompt, tokens)
 
 
 @functools.partial(jax.jit, static_argnames=("target", "draft"))
@@ -181,7 +181,7 @@ def rejection_sampling_rate(
 
 
 def positional_acceptance(
-  pair: LoadedPair,
+  pair: Pair,
   prompts: Sequence[Array],
   decoded: Sequence[DecodeResult],
   sampling: Sampling,
@@ -196,9 +196,9 @@ def positional_acceptance(
   `measure_alpha`.
   """
   tree, total, count = branching(width), np.zeros(width), 0
-  draft = pair.draft(sampling, tree)
+  draft = pair.draft.build(sampling, tree)
   for prompt, output in zip(prompts, decoded):
-    logits = teacher_forced_logits(pair.target, pair.target_params, prompt, output.tokens)
+    logits = teacher_forced_logits(pair.target.model, pair.target.params, prompt, output.tokens)
     guesses, q = _proposals_of_pair(pair, draft, prompt, output.tokens)
     accepted = np.asarray(_sibling_probs(logits, guesses, q, sampling, tree, lenience))
     is_text = np.arange(accepted.shape[1]) < np.asarray(output.lengths)[:, None]
@@ -253,7 +253,7 @@ def ratio_with_interval(
 
 
 def measure_alpha(
-  pair: LoadedPair,
+  pair: Pair,
   prompts: Sequence[Array],
   decoded: Sequence[DecodeResult],
   sampling: Sampling,
@@ -269,11 +269,11 @@ def measure_alpha(
     lenience: lenience, l.
   """
   betas, changes, rejections = [], [], []
-  draft = pair.draft(sampling, chain(1))
+  draft = pair.draft.build(sampling, chain(1))
   for prompt, output in zip(prompts, decoded):
     longest = -(-int(np.max(output.lengths)) // 16) * 16  # few shapes, so few programs
     tokens = output.tokens[:, :longest]
-    logits = teacher_forced_logits(pair.target, pair.target_params, prompt, tokens)
+    logits = teacher_forced_logits(pair.target.model, pair.target.params, prompt, tokens)
     q = draft_probs(pair, draft, prompt, tokens)
     beta, change = map(np.asarray, acceptance_and_change(logits, q, sampling, lenience))
     rejection = np.asarray(rejection_sampling_rate(logits, q, sampling))

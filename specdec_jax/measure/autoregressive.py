@@ -11,11 +11,11 @@ from specdec_jax.core.loading import DecodeSettings
 from specdec_jax.core.sampling import row_keys
 from specdec_jax.core.trees import chain
 from specdec_jax.core.types import DecodeResult
-from specdec_jax.pairs import LoadedPair
+from specdec_jax.pair import Pair
 
 
 def generate(
-  pair: LoadedPair, texts: Sequence[str], settings: DecodeSettings, min_tokens: int
+  pair: Pair, texts: Sequence[str], settings: DecodeSettings, min_tokens: int
 ) -> list[tuple[Array, Array, DecodeResult]]:
   """Decode batches of texts autoregressively until the outputs have `min_tokens` tokens.
 

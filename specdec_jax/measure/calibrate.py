@@ -25,7 +25,7 @@ import numpy as np
 from jax import Array
 
 from specdec_jax import __version__, theory
-from specdec_jax.atomic_files import atomic_write
+from specdec_jax.core.atomic_files import atomic_write
 from specdec_jax.core.counts import acceptance_rate, num_tokens, require_finite
 from specdec_jax.core.decode import Decoder
 from specdec_jax.core.loading import DecodeSettings
@@ -38,7 +38,7 @@ from specdec_jax.measure.alpha import positional_acceptance
 from specdec_jax.measure.choice import LEAST_GAIN, Branching, Calibration, choose, choose_tree
 from specdec_jax.measure.costs import Costs, round_calls, round_costs, start_calls
 from specdec_jax.measure.timing import interleaved_medians
-from specdec_jax.pairs import LoadedPair, verifier_name
+from specdec_jax.pair import Pair
 
 NUM_TEXTS = 32  # number of texts decoded to measure alpha; at least one batch is decoded
 GAMMAS = (3, 10)  # gammas whose costs are timed; costs of other gammas are interpolated
@@ -51,7 +51,7 @@ TRIALS = 8  # minimum number of timed decodes in a trial
 def resolve_tree(
   gamma: int | str,
   tree: Sequence[int] | str | None,
-  pair: LoadedPair,
+  pair: Pair,
   texts: Sequence[str | None],
   settings: DecodeSettings,
   say: Callable[[str], object] = print,
@@ -112,7 +112,7 @@ def given_tree(gamma: int | str, tree: Sequence[int] | str | None) -> Tree | Non
 
 def resolve_gammas(
   gammas: Sequence[int | str] | str,
-  pair: LoadedPair,
+  pair: Pair,
   texts: Sequence[str],
   settings: Iterable[DecodeSettings],
 ) -> list[int]:
@@ -137,7 +137,7 @@ def resolve_gammas(
 
 
 def calibrate(
-  pair: LoadedPair, texts: Sequence[str], settings: DecodeSettings, branching: bool = False
+  pair: Pair, texts: Sequence[str], settings: DecodeSettings, branching: bool = False
 ) -> Calibration:
   """Choose gamma for texts; with `branching`, choose a tree if it is faster than a chain.
 
@@ -170,7 +170,7 @@ class _Calibrator:
     settings: settings of the run.
   """
 
-  pair: LoadedPair
+  pair: Pair
   texts: Sequence[str]
   settings: DecodeSettings
 
@@ -226,8 +226,8 @@ class _Calibrator:
     pair, settings = self.pair, self.settings
     longest = max(len(pair.encode(text)) for text in self.texts)
     prompt = jax.ShapeDtypeStruct((settings.batch_size, longest), np.int32)
-    draft = pair.draft(settings.sampling, tree)
-    decoder = Decoder(pair.target, draft, pair.verifier_for(settings.sampling))
+    draft = pair.draft.build(settings.sampling, tree)
+    decoder = Decoder(pair.target.model, draft, pair.verifier_for(settings.sampling))
     init = functools.partial(
       decoder.init,
       rng=row_keys(0, 0, settings.batch_size),
@@ -257,7 +257,7 @@ class _Calibrator:
   def costs(self, trees: Sequence[Tree]) -> list[Costs]:
     """Measure the cost of a round with each tree. The first trees are the chains of GAMMAS."""
     pair, settings, prompt = self.pair, self.settings, self.batches[0][0]
-    drafts = [pair.draft(settings.sampling, tree) for tree in trees]
+    drafts = [pair.draft.build(settings.sampling, tree) for tree in trees]
     starts = start_calls(pair, drafts[len(GAMMAS) - 1], prompt, settings.max_new_tokens)
     rounds = round_calls(
       pair, drafts, prompt, settings.sampling, settings.max_new_tokens, settings.lenience
@@ -328,7 +328,7 @@ def get_or_compute(
 
 
 def cache_key(
-  pair: LoadedPair, texts: Sequence[str], settings: DecodeSettings, branching: bool
+  pair: Pair, texts: Sequence[str], settings: DecodeSettings, branching: bool
 ) -> dict[str, Any]:
   """Return the key of a calibration in the cache, a JSON object.
 
@@ -344,9 +344,9 @@ def cache_key(
     branching=branching,
     width=longest.bit_length(),  # equal for lengths within a factor of 2
     sampling=repr(settings.sampling),
-    verifier=verifier_name(pair.verifier),
-    target=f"{pair.target!r} {params_digest(pair.target_params)}",
-    draft=f"{pair.draft(settings.sampling, chain(1))!r} {params_digest(pair.draft_params)}",
+    verifier=pair.verifier_name,
+    target=f"{pair.target.model!r} {params_digest(pair.target.params)}",
+    draft=f"{pair.draft.build(settings.sampling, chain(1))!r} {params_digest(pair.draft.params)}",
     kernels=pair.kernels,
     version=f"{__version__} {machine.commit()}, jax {jax.__version__}",
     devices=[device.device_kind for device in jax.devices()],

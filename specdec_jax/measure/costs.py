@@ -23,7 +23,7 @@ from specdec_jax.core.types import Draft, Proposal
 from specdec_jax.core.verify.tokens import TokenVerifier
 from specdec_jax.measure.timing import interleaved_medians
 from specdec_jax.models.kernels import skinny
-from specdec_jax.pairs import LoadedPair
+from specdec_jax.pair import Pair
 
 CHAIN = 8  # number of rounds per timed call
 
@@ -63,14 +63,14 @@ class Costs(NamedTuple):
 
 
 def start_calls(
-  pair: LoadedPair, draft: Draft, prompt: Array, max_new_tokens: int
+  pair: Pair, draft: Draft, prompt: Array, max_new_tokens: int
 ) -> list[Callable[[], object]]:
   """Return two calls to be timed, each of which prefills models without running a round.
 
   The first call is for autoregressive decoding, the second for speculative decoding.
   """
   verifier = pair.verifier_for(Sampling())
-  decoders = [Decoder(pair.target, one, verifier) for one in (NullDraft(), draft)]
+  decoders = [Decoder(pair.target.model, one, verifier) for one in (NullDraft(), draft)]
   rng = jax.random.key(0)
   return [
     functools.partial(_init, decoder, pair.params, prompt, rng, max_new_tokens)
@@ -82,7 +82,7 @@ _init = jax.jit(Decoder.init, static_argnames="max_new_tokens")
 
 
 def round_calls(
-  pair: LoadedPair,
+  pair: Pair,
   drafts: Sequence[Draft],
   prompt: Array,
   sampling: Sampling,
@@ -104,7 +104,7 @@ def round_calls(
     max_new_tokens: maximum number of new tokens; it sets the number of cache slots.
     lenience: lenience of the verifier.
   """
-  target, batch, vocab_size = pair.target, len(prompt), pair.target.vocab_size
+  target, batch, vocab_size = pair.target.model, len(prompt), pair.target.model.vocab_size
   rng = jax.random.split(jax.random.key(0), batch)
   verifier = pair.verifier_for(sampling, lenience)
   autoregressive = Decoder(target, NullDraft(), TokenVerifier(sampling), eos_id=-1)
@@ -169,7 +169,7 @@ def round_costs(
 
 
 def measure_costs(
-  pair: LoadedPair,
+  pair: Pair,
   trees: Sequence[Tree],
   prompt: Array,
   sampling: Sampling,
@@ -190,7 +190,7 @@ def measure_costs(
 
 
 def compare_costs(
-  pairs: Sequence[LoadedPair],
+  pairs: Sequence[Pair],
   trees: Sequence[Tree],
   prompt: Array,
   sampling: Sampling,
@@ -212,7 +212,7 @@ def compare_costs(
   """
   calls: list[Callable[[], object]] = []
   for pair in pairs:
-    drafts = [pair.draft(sampling, tree) for tree in trees]
+    drafts = [pair.draft.build(sampling, tree) for tree in trees]
     calls += start_calls(pair, drafts[0], prompt, max_new_tokens)
     calls += round_calls(pair, drafts, prompt, sampling, max_new_tokens)
   seconds, _ = interleaved_medians(calls, repeats)
@@ -223,7 +223,7 @@ def compare_costs(
   ]
 
 
-def operations_ratio(pair: LoadedPair, prompt: Array, sampling: Sampling) -> float:
+def operations_ratio(pair: Pair, prompt: Array, sampling: Sampling) -> float:
   """Compute c-hat: operations of a draft step / operations of a target step (Section 3.4).
 
   Only the operations of matmuls count, because others are few. The operations of a draft step are
@@ -237,18 +237,20 @@ def operations_ratio(pair: LoadedPair, prompt: Array, sampling: Sampling) -> flo
 
   def before(draft: Draft) -> DecodeState:
     """Return the shapes of the state before a round, with the same slots for gamma 0, 1 and 2."""
-    decoder = Decoder(pair.target, draft, pair.verifier_for(sampling))
+    decoder = Decoder(pair.target.model, draft, pair.verifier_for(sampling))
     limit = max(0, 2 - draft.tree.depth)
     init = functools.partial(decoder.init, prompt=prompt, rng=rng, max_new_tokens=limit)
     return jax.eval_shape(init, params)
 
   def propose(gamma: int) -> int:
-    draft = pair.draft(sampling, chain(gamma))
+    draft = pair.draft.build(sampling, chain(gamma))
     state = before(draft)
     return operations(draft.propose, params.draft, state.draft_state, state.context, rng)
 
   block = jax.ShapeDtypeStruct((len(prompt), 1), jnp.int32)
-  step = operations(pair.target.extend, params.target, before(NullDraft()).target_cache, block)
+  step = operations(
+    pair.target.model.extend, params.target, before(NullDraft()).target_cache, block
+  )
   return (propose(2) - propose(1)) / step
 
 

@@ -30,7 +30,7 @@ from specdec_jax.measure.records import Record
 from specdec_jax.measure.roofline import memory_bandwidth, step_bytes
 from specdec_jax.measure.speed import Timing, measure_speed, own_baseline
 from specdec_jax.measure.sweep import Report, Step, measure_missing
-from specdec_jax.pairs import LoadedPair, verifier_name
+from specdec_jax.pair import Pair
 
 
 class References(NamedTuple):
@@ -48,7 +48,7 @@ class References(NamedTuple):
 
 
 def measure(
-  pair: LoadedPair,
+  pair: Pair,
   texts: Sequence[str],
   results: str,
   settings: Sequence[DecodeSettings],
@@ -78,7 +78,7 @@ def measure(
 
 
 def speed_steps(
-  pair: LoadedPair,
+  pair: Pair,
   texts: Sequence[str],
   settings: Sequence[DecodeSettings],
   gammas: Sequence[int],
@@ -118,7 +118,7 @@ def speed_steps(
   prompts = [pair.prompt(texts[i : i + batch_size]) for i in range(0, len(texts), batch_size)]
   return [
     Step(
-      f"{pair.draft_name}, temperature {each.sampling.temperature:g}",
+      f"{pair.draft.name}, temperature {each.sampling.temperature:g}",
       settings_to_measure(pair, texts, [each], gammas, baseline.name),
       functools.partial(_measure, pair, prompts, each, timing, references),
     )
@@ -127,7 +127,7 @@ def speed_steps(
 
 
 def settings_to_measure(
-  pair: LoadedPair,
+  pair: Pair,
   texts: Sequence[str],
   settings: Iterable[DecodeSettings],
   gammas: Sequence[int],
@@ -143,20 +143,20 @@ def settings_to_measure(
     baseline: name of the baseline.
   """
   device = jax.devices()[0]
-  num_devices = [len(x.sharding.device_set) for x in jax.tree.leaves(pair.target_params)]
+  num_devices = [len(x.sharding.device_set) for x in jax.tree.leaves(pair.target.params)]
   return [
     Record(
       task=pair.task,
-      target=pair.target_name,
-      draft=pair.draft_name,
-      target_path=pair.target_path,
-      draft_path=pair.draft_path,
+      target=pair.target.name,
+      draft=pair.draft.name,
+      target_path=pair.target.path,
+      draft_path=pair.draft.path,
       temperature=each.sampling.temperature,
       top_k=each.sampling.top_k,
       top_p=each.sampling.top_p,
       gamma=gamma,
       lenience=each.lenience,
-      verifier=verifier_name(pair.verifier),
+      verifier=pair.verifier_name,
       batch_size=each.batch_size,
       acceptance="measured" if pair.simulated_alpha is None else "simulated",
       num_examples=len(texts),
@@ -178,7 +178,7 @@ def settings_to_measure(
 
 
 def _measure(
-  pair: LoadedPair,
+  pair: Pair,
   prompts: Sequence[Array],
   settings: DecodeSettings,
   timing: Timing,
@@ -196,7 +196,8 @@ def _measure(
   alpha = pair.simulated_alpha
   acceptance: dict[str, Any] = {}
   if (
-    pair.simulated_alpha is None and not pair.draft(sampling, chain(gammas[0])).depends_on_outcomes
+    pair.simulated_alpha is None
+    and not pair.draft.build(sampling, chain(gammas[0])).depends_on_outcomes
   ):
     measured_alpha = measure_alpha(pair, prompts, speed.baseline, sampling, lenience)
     alpha = measured_alpha.alpha.mean
@@ -211,8 +212,8 @@ def _measure(
   is_comparable = sampling.temperature == 0 and pair.simulated_alpha is None
   c_hat = operations_ratio(pair, prompts[0], sampling)
   bandwidth = memory_bandwidth()
-  target_ids = {id(x) for x in jax.tree.leaves(pair.target_params)}
-  draft_arrays = [x for x in jax.tree.leaves(pair.draft_params) if id(x) not in target_ids]
+  target_ids = {id(x) for x in jax.tree.leaves(pair.target.params)}
+  draft_arrays = [x for x in jax.tree.leaves(pair.draft.params) if id(x) not in target_ids]
 
   def quality_of(outputs: list[DecodeResult]) -> float | None:
     if references is None:
@@ -270,7 +271,7 @@ def _measure(
       seconds=time.perf_counter() - since,
       **acceptance,
     )
-    draft = pair.draft(sampling, chain(gamma))
+    draft = pair.draft.build(sampling, chain(gamma))
     if draft.verify_lengths:  # the costs apply only to rounds that propose all tokens
       yield dataclasses.replace(measured, c=None, draft_step_ms=None)
     elif not is_own_baseline:

@@ -19,7 +19,7 @@ from specdec_jax.core.sampling import Sampling
 from specdec_jax.core.trees import chain
 from specdec_jax.core.types import Draft
 from specdec_jax.measure.timing import interleaved_medians
-from specdec_jax.pairs import LoadedPair
+from specdec_jax.pair import Pair
 
 # Number of rows of the square matrix that is read: 0.27 and 1.07 GB, far larger than any cache.
 # Each call reads the matrix READS times, which makes dispatch overhead negligible.
@@ -65,7 +65,7 @@ def memory_bandwidth(repeats: int = 5) -> float:
 
 
 def step_bytes(
-  pair: LoadedPair, gamma: int, prompt: Array, sampling: Sampling, max_new_tokens: int
+  pair: Pair, gamma: int, prompt: Array, sampling: Sampling, max_new_tokens: int
 ) -> StepBytes:
   """Count the bytes that one decoding step, one draft step and one verification have to read.
 
@@ -77,16 +77,16 @@ def step_bytes(
 
   def before(draft: Draft) -> DecodeState:
     """Return the shapes of the state before a round."""
-    decoder = Decoder(pair.target, draft, pair.verifier_for(sampling))
+    decoder = Decoder(pair.target.model, draft, pair.verifier_for(sampling))
     init = functools.partial(decoder.init, prompt=prompt, rng=rng, max_new_tokens=max_new_tokens)
     return jax.eval_shape(init, params)
 
   def extend(state: DecodeState, num_tokens: int) -> float:
     block = jax.ShapeDtypeStruct((len(prompt), num_tokens), jnp.int32)
-    num_bytes = read_bytes(pair.target.extend, params.target, state.target_cache, block)
+    num_bytes = read_bytes(pair.target.model.extend, params.target, state.target_cache, block)
     return num_bytes * _shard_share(params.target)
 
-  draft = pair.draft(sampling, chain(gamma))
+  draft = pair.draft.build(sampling, chain(gamma))
   state = before(draft)
   proposed = read_bytes(draft.propose, params.draft, state.draft_state, state.context, rng)
   return StepBytes(

@@ -18,7 +18,7 @@ from specdec_jax.core.types import DecodeResult, Params
 from specdec_jax.core.verify.tokens import TokenVerifier
 from specdec_jax.measure.costs import Costs, round_calls, round_costs, start_calls
 from specdec_jax.measure.timing import interleaved_seconds, ratio_range, timed
-from specdec_jax.pairs import LoadedPair
+from specdec_jax.pair import Pair
 
 NUM_COSTED = 24  # number of batches at which costs are timed
 
@@ -47,12 +47,14 @@ class Timing(NamedTuple):
   baseline: Baseline | None = None
 
 
-def own_baseline(pair: LoadedPair) -> Baseline:
+def own_baseline(pair: Pair) -> Baseline:
   """Return a baseline that decodes autoregressively with this package."""
 
   def decode(prompt: Array, rng: Array, *, max_new_tokens: int, sampling: Sampling) -> DecodeResult:
-    decoder = Decoder(pair.target, NullDraft(), TokenVerifier(sampling), pair.vocabulary.eos_id)
-    params = Params(pair.target_params)
+    decoder = Decoder(
+      pair.target.model, NullDraft(), TokenVerifier(sampling), pair.vocabulary.eos_id
+    )
+    params = Params(pair.target.params)
     return decoder.run(params, prompt, rng, max_new_tokens=max_new_tokens)
 
   return Baseline("own", decode)
@@ -104,7 +106,7 @@ def ignore_progress(done: int) -> None:
 
 
 def measure_speed(
-  pair: LoadedPair,
+  pair: Pair,
   prompts: Sequence[Array],
   gammas: Sequence[int],
   settings: DecodeSettings,
@@ -131,7 +133,7 @@ def measure_speed(
   speculative: dict[int, list[DecodeResult]] = {gamma: [] for gamma in gammas}
   text_s: list[np.ndarray] = []  # seconds of each text [repeats, calls]
   parts_s: list[np.ndarray] = []  # median seconds of the parts of rounds [parts]
-  drafts = [pair.draft(sampling, chain(gamma)) for gamma in gammas]
+  drafts = [pair.draft.build(sampling, chain(gamma)) for gamma in gammas]
   shapes = collections.Counter(prompt.shape for prompt in prompts)
   typical = next(p for p in prompts if p.shape == shapes.most_common(1)[0][0])
   parts = round_calls(pair, drafts, typical, sampling, max_new_tokens, lenience)

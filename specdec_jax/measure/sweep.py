@@ -9,7 +9,7 @@ from typing import NamedTuple
 import jax
 from rich.console import Console
 
-from specdec_jax.atomic_files import atomic_write
+from specdec_jax.core.atomic_files import atomic_write
 from specdec_jax.measure.progress import Progress
 from specdec_jax.measure.records import Record, append, key, missing, open_results, read
 from specdec_jax.measure.reporting.formats import render

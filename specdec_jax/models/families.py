@@ -28,6 +28,13 @@ def model_of(config: Config) -> T5Model | GPTModel:
   return T5Model(config) if isinstance(config, T5Config) else GPTModel(config)
 
 
+def config_of(model: Model) -> Config | None:
+  """Return the configuration of a T5 or decoder-only model, wrapped or not; None for others."""
+  if isinstance(model, WrappedModel):
+    return config_of(model.model)
+  return model.config if isinstance(model, T5Model | GPTModel) else None
+
+
 def with_feature_layers(model: Model, layers: tuple[int, ...]) -> Model:
   """Return a model whose hidden states are the outputs of `layers`; see `Decoder`.
 

@@ -15,12 +15,11 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionS
 from jaxtyping import Float, Int, Key
 
 from specdec_jax.core.trees import AnyTree, NodeLayout
-from specdec_jax.core.types import Context, Model, Outcome, Proposal
+from specdec_jax.core.types import Context, Outcome, Proposal
 from specdec_jax.core.wrappers import WrappedDraft, WrappedModel
 from specdec_jax.errors import InputError, require_count
 from specdec_jax.models.config import T5Config, TransformerConfig
-from specdec_jax.models.gpt import GPTModel
-from specdec_jax.models.t5 import T5Model
+from specdec_jax.models.families import config_of
 
 AnyMesh = Mesh | AbstractMesh
 # Pairs of a logical axis and a mesh axis. A logical axis without a mesh axis is not sharded.
@@ -230,7 +229,7 @@ def sharded(pair: Any, mesh: AnyMesh, rules: Rules = RULES, draft_rules: Rules =
   Parameters that already have the right sharding are not moved.
 
   Args:
-    pair: the `pairs.LoadedPair`.
+    pair: the `Pair`.
     mesh: mesh of devices.
     rules: rules for the target; see `param_shardings`.
     draft_rules: rules for the draft. By default, the draft's parameters are replicated.
@@ -242,19 +241,14 @@ def sharded(pair: Any, mesh: AnyMesh, rules: Rules = RULES, draft_rules: Rules =
   def put(params, rules, config=None):
     return jax.device_put(params, param_shardings(params, mesh, rules, config))
 
-  return pair._replace(
-    target=PartitionedModel(pair.target, mesh, rules),
-    target_params=put(pair.target_params, rules, _config_of(pair.target)),
-    draft=lambda sampling, tree: PartitionedDraft(pair.draft(sampling, tree), mesh, draft_rules),
-    draft_params=put(pair.draft_params, draft_rules),
-  )
+  def build(sampling, tree):
+    return PartitionedDraft(pair.draft.build(sampling, tree), mesh, draft_rules)
 
-
-def _config_of(model: Model) -> TransformerConfig | None:
-  """Return the configuration of a model of this project; None for other models."""
-  if isinstance(model, WrappedModel):
-    return _config_of(model.model)
-  return model.config if isinstance(model, T5Model | GPTModel) else None
+  model = PartitionedModel(pair.target.model, mesh, rules)
+  params = put(pair.target.params, rules, config_of(pair.target.model))
+  draft_params = put(pair.draft.params, draft_rules)
+  draft = dataclasses.replace(pair.draft, build=build, params=draft_params)
+  return pair.with_target(model=model, params=params).with_draft(draft)
 
 
 def _shardings(

@@ -71,9 +71,7 @@ class SpeculativeModelHandler(ModelHandler[TextBlock, list[dict], DecodeFn]):
       yield records
 
 
-def _decode_block(
-  pair: Pair, tree: Tree, settings: DecodeSettings, block: TextBlock
-) -> list[dict]:
+def _decode_block(pair: Pair, tree: Tree, settings: DecodeSettings, block: TextBlock) -> list[dict]:
   lines = [each["source"] for each in block.sources]
   outputs = decode_lines(pair, lines, tree, settings, start=block.first)
   numbered = enumerate(zip(block.sources, outputs, strict=True), block.first)

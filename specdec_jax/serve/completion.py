@@ -19,7 +19,7 @@ from specdec_jax.core.counts import require_finite
 from specdec_jax.core.types import DecodeResult
 from specdec_jax.data.vocabulary import padded
 from specdec_jax.errors import InputError
-from specdec_jax.generate import Output, Run, sample_keys
+from specdec_jax.generate import GenerateCall, Output, generation_config, sample_keys
 from specdec_jax.serve.engine import Closed
 from specdec_jax.serve.protocol import CompletionRequest, RequestError, input_errors
 from specdec_jax.serve.service import Service
@@ -37,9 +37,9 @@ class Choice:
     text: the text that the client may see, which ends before a stop string.
   """
 
-  def __init__(self, run: Run, index: int):
-    self._run, self._index = run, index
-    stops = run.config.stop_strings or ()
+  def __init__(self, call: GenerateCall, index: int):
+    self._call, self._index = call, index
+    stops = call.config.stop_strings or ()
     self._stops = (stops,) if isinstance(stops, str) else tuple(stops)
     self._num_chars = self._num_tokens = 0  # that were sent
     self.output: Output | None = None
@@ -47,7 +47,7 @@ class Choice:
 
   def update(self, result: DecodeResult, done: bool) -> None:
     """Replace the output, given the result of its row and whether that is final."""
-    self.output = output = self._run.output(require_finite(result), 0)
+    self.output = output = self._call.output(require_finite(result), 0)
     has_stop = output.finish_reason == "stop_string"
     self.ended = done or has_stop
     text = output.text
@@ -80,7 +80,7 @@ class Choice:
     assert self.output is not None
     if self.output.logprobs is None:
       return None
-    words, tokens, start = self._run.pair.vocabulary, self.output.tokens.tolist(), self._num_tokens
+    words, tokens, start = self._call.pair.vocabulary, self.output.tokens.tolist(), self._num_tokens
     lengths = (len(words.decode(tokens[:i])) for i in range(start, len(tokens)))
     return {
       "tokens": words.pieces(tokens[start:]),
@@ -117,15 +117,15 @@ class Completion:
       message = f"The request has {num_outputs} outputs, n per prompt; give at most {most}."
       raise RequestError(400, message, "n" if request.n > 1 else "prompt")
     with input_errors(("n", "max_tokens", "prompt", "task", *request.settings)):
-      run, prompts, limits = self._prepare()
-      decoder = run.decoder()
+      call, prompts, limits = self._prepare()
+      decoder = call.decoder()
     seed = secrets.randbelow(2**31) if request.seed is None else request.seed
     keys = sample_keys(seed, 0, len(prompts), request.n)
-    self._choices = [Choice(run, index) for index in range(num_outputs)]
+    self._choices = [Choice(call, index) for index in range(num_outputs)]
     self._loop, self._changed = asyncio.get_running_loop(), asyncio.Event()
     self._updates: dict[int, tuple[DecodeResult | Exception, bool]] = {}
     self._is_streaming = False  # whether the beginning of a stream was sent
-    self._needs_rounds = request.stream or bool(run.config.stop_strings)
+    self._needs_rounds = request.stream or bool(call.config.stop_strings)
     self._texts = [
       Text(
         decoder,
@@ -144,8 +144,8 @@ class Completion:
     except Closed as error:
       raise RequestError(503, str(error)) from None
 
-  def _prepare(self) -> tuple[Run, list[list[int]], list[int]]:
-    """Return the call of `Pair.generate`, tokens of the prompts and their limits of new tokens."""
+  def _prepare(self) -> tuple[GenerateCall, list[list[int]], list[int]]:
+    """Return the call of `generate`, tokens of the prompts and their limits of new tokens."""
     service, pair, request = self._service, self._service.pair, self._request
     settings = dict(
       request.settings,
@@ -154,7 +154,7 @@ class Completion:
       num_return_sequences=request.n,
       num_beams=1,
     )
-    config, prefix = pair.generation_config(request.task, settings)
+    config, prefix = generation_config(pair, request.task, settings)
     prefix = service.prefix if request.task is None else prefix
     if request.n > 1 and config.sampling().is_argmax:
       raise InputError(
@@ -175,8 +175,8 @@ class Completion:
     limits, most = config.new_tokens(lengths), service.limits.max_new_tokens
     if max(limits) > most and (request.max_tokens or "max_length" in request.settings):
       raise InputError(f"max_tokens is {max(limits)}; give at most {most}.")
-    run = service.run(config, request.logprobs is not None)
-    return run, rows, [min(limit, most) for limit in limits]
+    call = service.call(config, request.logprobs is not None)
+    return call, rows, [min(limit, most) for limit in limits]
 
   def _report(self, index: int, result: DecodeResult | Exception, done: bool) -> None:
     """Pass a result from the engine's thread to the event loop."""

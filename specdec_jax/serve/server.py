@@ -8,13 +8,12 @@ from collections.abc import Sequence
 
 from specdec_jax.core.generation_config import SETTINGS, GenerationConfig
 from specdec_jax.errors import InputError, require_count, require_number
-from specdec_jax.generate import Pair
-from specdec_jax.pairs import LoadedPair
+from specdec_jax.pair import Pair
 from specdec_jax.serve.engine import Limits
 
 
 def serve(
-  pair: LoadedPair,
+  pair: Pair,
   host: str = "127.0.0.1",
   port: int = 8000,
   gamma: int = 5,
@@ -53,10 +52,10 @@ def serve(
       f"specdec serve needs {error.name}, which is not installed; run pip install "
       "'specdec_jax[serve]' (in a checkout, '.[serve]')."
     ) from error
-  known = {name: value for name, value in pair.generation.items() if name in SETTINGS}
+  known = {name: value for name, value in pair.target.generation.items() if name in SETTINGS}
   merged = vars(GenerationConfig.merged(known, vars(generation or GenerationConfig())))
   defaults = {name: value for name, value in merged.items() if value is not None}
-  served = Pair._make(pair)._replace(generation=defaults)
+  served = pair.with_target(generation=defaults)
   with socket.create_server((host, port), backlog=1024) as listener:
     service = Service(served, gamma, tree, limits, model_name, prefix)
     server = Server(service, listener)

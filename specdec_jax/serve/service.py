@@ -12,8 +12,9 @@ import jax.numpy as jnp
 
 from specdec_jax.core.decode import Decoder
 from specdec_jax.core.generation_config import GenerationConfig
-from specdec_jax.core.loading import DecodeSettings
-from specdec_jax.generate import Pair, Run
+from specdec_jax.core.trees import Tree, chain
+from specdec_jax.generate import GenerateCall, generation_config
+from specdec_jax.pair import Pair
 from specdec_jax.serve.engine import Engine, Limits
 from specdec_jax.serve.slots import Slots
 
@@ -114,18 +115,17 @@ class Service:
     """
     self.pair, self.limits, self.prefix = pair, limits, prefix
     self.name = name or pair.target.name
-    self._gamma, self._tree = gamma, tree
-    config, _ = pair.generation_config(None, {"num_beams": 1})
+    self._tree = Tree(tree) if tree is not None else chain(gamma)
+    config, _ = generation_config(pair, None, {"num_beams": 1})
     prompt = jnp.zeros((limits.num_slots, pair.max_source_tokens), jnp.int32)
-    init = functools.partial(self.run(config).decoder().init, max_new_tokens=limits.max_new_tokens)
+    init = functools.partial(self.call(config).decoder().init, max_new_tokens=limits.max_new_tokens)
     jax.eval_shape(init, pair.params, prompt, jax.random.key(0))  # checks positions and memory
     self.metrics = Metrics()
     self.engine = Engine(self._new_slots, limits)
 
-  def run(self, config: GenerationConfig, logprobs: bool = False) -> Run:
-    """Return a call of `Pair.generate` with the settings of a request."""
-    settings = DecodeSettings(config.sampling())
-    return Run(self.pair, config, (), self._gamma, self._tree, settings, logprobs)
+  def call(self, config: GenerationConfig, logprobs: bool = False) -> GenerateCall:
+    """Return a call of `generate` with the settings of a request."""
+    return GenerateCall(self.pair, config, self._tree, logprobs=logprobs)
 
   def _new_slots(self, decoder: Decoder) -> Slots:
     pair, limits = self.pair, self.limits

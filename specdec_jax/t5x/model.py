@@ -108,7 +108,7 @@ class Decoding:
   @property
   def built_verifier(self) -> Verifier:
     """Verifier for the sampling method."""
-    return verifier_from(self.verifier, self.sampling, self.lenience)
+    return self.verifier(self.sampling).with_lenience(self.lenience)
 
 
 class _Draft(ModelDraft):

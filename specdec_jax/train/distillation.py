@@ -15,6 +15,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
 from rich.progress import track
 
 from specdec_jax.beams import BeamSearcher, NullBeamDraft
+from specdec_jax.checkpoints.load import open_checkpoint
 from specdec_jax.core.decode import Decoder, NullDraft
 from specdec_jax.core.sampling import Sampling, row_keys
 from specdec_jax.core.types import DecodeResult, Model, Params
@@ -22,7 +23,7 @@ from specdec_jax.core.verify.tokens import TokenVerifier
 from specdec_jax.data.text import read_lines
 from specdec_jax.data.vocabulary import PAD_ID, Vocabulary, padded
 from specdec_jax.errors import InputError
-from specdec_jax.load import load_for
+from specdec_jax.load import load_model
 from specdec_jax.models.families import Config, model_of, module_of
 from specdec_jax.models.partitioning import PartitionedModel, make_mesh, param_shardings
 from specdec_jax.train.batches import Batch, ParallelText, epoch_batches, padded_batches
@@ -137,8 +138,8 @@ def open_teacher(path: str, vocabulary: Vocabulary, model_parallel: int) -> Teac
   """
   mesh = make_mesh(model_parallel)
   shardings = functools.partial(param_shardings, mesh=mesh)
-  config, params = load_for("target", path, vocabulary, shardings=shardings)
-  return Teacher(vocabulary, config, params, mesh)
+  model, params = load_model("target", open_checkpoint(path), vocabulary, shardings=shardings)
+  return Teacher(vocabulary, model.config, params, mesh)
 
 
 def teacher_topk(

@@ -10,15 +10,12 @@ import tiny
 import tiny_pair
 from tiny import autoregressive_decode
 
-from experiments.gamma import adaptive
 from experiments.gamma.adaptive import AdaptiveDecoder, ScheduledDecoder
-from specdec_jax.core.decode import Decoder
 from specdec_jax.core.loading import DecodeSettings
 from specdec_jax.core.sampling import Sampling
 from specdec_jax.core.trees import chain
 from specdec_jax.core.types import Params
 from specdec_jax.core.verify.tokens import TokenVerifier
-from specdec_jax.drafts.model import ModelDraft
 from specdec_jax.exactness.samples import compare_samples
 from specdec_jax.models.t5 import T5Model
 
@@ -106,15 +103,6 @@ def test_finished_rows_do_not_affect_gamma():
   assert gammas_of(with_wrong_row)[1:] == gammas_of(all_right)[1:]
 
 
-def test_every_guess_of_a_draft_equal_to_the_target_is_accepted_at_every_gamma():
-  """Guesses would be rejected if the draft's cache were stale after a change of gamma."""
-  drafts = tuple(ModelDraft(TARGET, GREEDY, chain(gamma)) for gamma in GAMMAS)
-  out = decode(drafts, params())
-  assert set(gammas_of(out)) == {1, 2, 4}
-  np.testing.assert_array_equal(out.tokens, autoregressive().tokens)
-  assert (out.rounds.acceptance_counts()[1] == 0).all()
-
-
 def test_schedule_raises_gamma_by_2_and_lowers_it_by_1():
   decoder = ScheduledDecoder(TARGET, SCRIPTED, TokenVerifier(GREEDY), -1)
   pair_params = Params(params(), script(RIGHT["at first"]))
@@ -151,21 +139,3 @@ def test_samples_have_the_targets_distribution():
   assert joint.p_value > tiny.LEVEL and joint.num_impossible == 0
   assert joint.num_cells > 40 and joint.detectable(tiny.LEVEL) < 0.15
   assert gammas[0] == 3
-
-
-def test_selecting_a_round_by_its_outcome_is_detected(monkeypatch):
-  """As a fault, the round that emits the most tokens is selected from 16 independent rounds."""
-
-  class Luckiest(Decoder):
-    def round(self, params, state):
-      def sampled_round(i):
-        keys = jax.vmap(jax.random.fold_in, (0, None))(state.rng, i)
-        return super(Luckiest, self).round(params, state._replace(rng=keys))
-
-      rounds = jax.vmap(sampled_round)(jnp.arange(16))
-      best = rounds.length.sum(axis=1).argmax()
-      return jax.tree.map(lambda x: x[best], rounds)._replace(rng=state.rng)
-
-  monkeypatch.setattr(adaptive, "Decoder", Luckiest)
-  joint, _ = sampled()
-  assert joint.p_value < tiny.CAUGHT

@@ -18,11 +18,12 @@ from specdec_jax.core.sampling import Sampling
 from specdec_jax.core.trees import chain
 from specdec_jax.core.types import Params
 from specdec_jax.core.verify.tokens import TokenVerifier
+from specdec_jax.drafts.composed import stop_at_miss_draft
 from specdec_jax.drafts.heads import speculator_config
 from specdec_jax.drafts.retrieval import retrieval
+from specdec_jax.load import load_pair, random_speculator
 from specdec_jax.measure import records
 from specdec_jax.measure.alpha import proposals
-from specdec_jax.pairs import load_pair, random_speculator, stop_at_miss_draft
 
 
 @pytest.fixture(scope="module")
@@ -66,7 +67,7 @@ def test_growing_datastore_raises_the_acceptance_length_without_recompiling(tmp_
   """Three texts are decoded twice. A copy of an earlier output is accepted to its end."""
   load = functools.partial(retrieval, path=None, max_context=8, tokens_per_match=2, capacity=500)
   pair = tiny_pair.pair()
-  pair = pair.with_draft(stop_at_miss_draft(pair.loaded_target, load))
+  pair = pair.with_draft(stop_at_miss_draft(pair.target, load))
   path = tmp_path / "texts"
   path.write_text("".join(text + "\n" for text in tiny_pair.SENTENCES[:3] * 2))
   compiled = Decoder.run._cache_size()
@@ -84,14 +85,16 @@ def test_growing_datastore_raises_the_acceptance_length_without_recompiling(tmp_
 
 
 def test_learning_from_a_sampled_text_raises_its_probability_under_the_draft(pair):
-  frozen = pair.draft(Sampling(), chain(3))
-  head_params, target_params = pair.draft_params
+  frozen = pair.draft.build(Sampling(), chain(3))
+  head_params, target_params = pair.draft.params
   draft = OnlineDraft(frozen, 0.02)
   prompt, keys = pair.prompt(tiny_pair.SENTENCES[:2]), jax.random.split(jax.random.key(0), 2)
-  decoder = Decoder(pair.target, draft, TokenVerifier(Sampling()), pair.vocabulary.eos_id)
-  params = Params(pair.target_params, (draft.initial_state(head_params), target_params))
+  decoder = Decoder(pair.target.model, draft, TokenVerifier(Sampling()), pair.vocabulary.eos_id)
+  params = Params(pair.target.params, (draft.initial_state(head_params), target_params))
   result, learned = decode_and_learn(decoder, params, prompt, keys, max_new_tokens=8)
-  propose_at_each_token = functools.partial(proposals, pair.target, frozen, pair.target_params)
+  propose_at_each_token = functools.partial(
+    proposals, pair.target.model, frozen, pair.target.params
+  )
 
   def mean_log_probability(head_params) -> float:
     draft_params = head_params, target_params

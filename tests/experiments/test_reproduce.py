@@ -7,8 +7,8 @@ import tiny_pair
 
 from experiments.paper import reproduce as module
 from experiments.paper.reproduce import Checkpoints, Models, StandIns, Task, groups, reproduce
+from specdec_jax.load import checkpoint_draft
 from specdec_jax.measure.records import read
-from specdec_jax.pairs import checkpoint_draft
 
 TEXTS = tiny_pair.SENTENCES[:2]
 
@@ -90,9 +90,9 @@ def test_alphas_of_all_drafts_are_measured_on_the_same_text(tmp_path, monkeypatc
   models = checkpoints()
   reproduce(["table5"], models, tasks(tmp_path), str(tmp_path / "runs"), min_tokens=8)
   (((pair, texts, folder, samplings, drafts), settings),) = calls
-  assert pair.draft_name == "near" and texts == TEXTS and folder.endswith("runs/alphas5/EnDe")
+  assert pair.draft.name == "near" and texts == TEXTS and folder.endswith("runs/alphas5/EnDe")
   assert [sampling.temperature for sampling in samplings] == [0, 1]
-  loaded = [draft(pair.loaded_target).name for draft in drafts]
+  loaded = [draft(pair.target).name for draft in drafts]
   assert loaded == ["random", "unigram", "bigram"]
   assert settings == dict(max_new_tokens=8, min_tokens=8, leniences=[1, 0.5, 0.3, 0.1])
 
@@ -111,6 +111,6 @@ def test_the_target_is_loaded_once_for_all_drafts(tmp_path):
   models: Models = checkpoints()
   task = tasks(tmp_path)["EnDe"]
   first, second = (models.pair(draft, task, 0.5) for draft in ("T5-small", "T5-base"))
-  assert first.target_params is second.target_params and first.draft_name != second.draft_name
+  assert first.target.params is second.target.params and first.draft.name != second.draft.name
   assert (first.task, first.max_source_tokens) == ("wmt14_ende", 24)
-  assert checkpoint_draft(first.loaded_target, models.paths["T5-small"]).name == first.draft_name
+  assert checkpoint_draft(first.target, models.paths["T5-small"]).name == first.draft.name

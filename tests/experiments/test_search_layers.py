@@ -4,21 +4,17 @@ import dataclasses
 import functools
 import itertools
 
-import jax
 import pytest
 import tiny_pair
 
 from experiments.methods import search_layers as module
 from experiments.methods.search_layers import search, search_layers
-from specdec_jax.core.sampling import Sampling, row_keys
+from specdec_jax.core.sampling import Sampling
 from specdec_jax.core.trees import chain
-from specdec_jax.drafts.layer_skip import layer_skip
 from specdec_jax.measure import records
-from specdec_jax.measure.alpha import measure_alpha
 from specdec_jax.measure.costs import Costs
 from specdec_jax.models.families import model_of
-from specdec_jax.pairs import LoadedPair
-from specdec_jax.theory import text_improvement
+from specdec_jax.pair import Pair
 
 TEXTS = tiny_pair.SENTENCES[:6]
 SUBSETS = [(0,), (1,), (2,), (0, 1), (0, 2), (1, 2)]
@@ -27,21 +23,21 @@ LIMIT = 10
 
 
 @functools.cache
-def deep(of, num_layers: int = 3) -> LoadedPair:
+def deep(of, num_layers: int = 3) -> Pair:
   """Return a tiny pair with a target that has several decoder layers."""
   pair = of()
-  config = dataclasses.replace(pair.target.config, num_decoder_layers=num_layers)
+  config = dataclasses.replace(pair.target.model.config, num_decoder_layers=num_layers)
   # Without kernels, so that parameters need no packing.
   config = dataclasses.replace(config, kernels="xla", fused=False)
   params = tiny_pair.random_params(config, 5)
-  return pair._replace(target=model_of(config), target_params=params, kernels="xla")
+  return tiny_pair.changed(pair, model=model_of(config), params=params)
 
 
 def layer_costs(pairs, trees, *args) -> list[list[Costs]]:
   """Return costs with v = 1, and c = 0.02 per layer at gamma 10; at other gammas, c is noise."""
 
   def costs(pair, gamma) -> Costs:
-    draft_step = 0.02 * len(pair.draft(SAMPLING, chain(1)).layers)
+    draft_step = 0.02 * len(pair.draft.build(SAMPLING, chain(1)).layers)
     return Costs(1.0, draft_step + (0 if gamma == 10 else 0.3), 1.0, 0.0, 0.0, 0.0)
 
   return [[costs(pair, tree.depth) for tree in trees] for pair in pairs]
@@ -53,46 +49,11 @@ def run(output, pair, **changes):
   return records.read(output / "results.jsonl")
 
 
-def test_best_layers_are_those_of_a_search_by_brute_force(tmp_path, monkeypatch, capsys):
-  """Alpha is that of the draft in decoding, and the best gamma is compared with all others."""
-  monkeypatch.setattr(module, "compare_costs", layer_costs)
-  pair = deep(tiny_pair.pair)
-  measured = {record.draft: record for record in run(tmp_path, pair)}
-  out = capsys.readouterr().out
-  prompts = [pair.prompt(TEXTS[i : i + 2], pair.prompt(TEXTS).shape[1]) for i in (0, 2, 4)]
-  decode = pair.decode_fn(SAMPLING, chain(0))
-  keys = [row_keys(0, i, 2) for i in (0, 2, 4)]
-  outputs = [jax.device_get(decode(*batch, max_new_tokens=LIMIT)) for batch in zip(prompts, keys)]
-  lengths = [output.lengths.tolist() for output in outputs]
-  speedups = {}
-  for layers in SUBSETS:
-    skipping = pair.with_draft(layer_skip(pair.loaded_target, layers))
-    alpha = measure_alpha(skipping, prompts, outputs, SAMPLING).alpha
-    record = measured[skipping.draft_name]
-    assert (record.alpha, record.alpha_low, record.alpha_high) == pytest.approx(alpha, abs=1e-5)
-    predicted = {
-      gamma: text_improvement(alpha.mean, gamma, 0.02 * len(layers), 1.0, lengths)
-      for gamma in range(1, 11)
-    }
-    speedups[layers] = max(predicted.values())
-    assert record.predicted_finite_length == pytest.approx(speedups[layers], rel=1e-4)
-    assert record.gamma == max(predicted, key=predicted.__getitem__)
-    assert record.c == pytest.approx(0.02 * len(layers)) and record.verify_cost == 1
-  assert len(measured) == len(SUBSETS)
-  best = max(speedups, key=speedups.__getitem__)
-  name = f"layers {','.join(map(str, best))}"
-  assert f"Best of 6 of 6 sets of layers: {name}, with gamma {measured[name].gamma} and" in out
-  assert out.count(f"--gin.LAYERS='{best}'") == 2
-  rows = [line.split()[1] for line in out.splitlines() if line.startswith(" layers ")]
-  by_speed = sorted(speedups, key=speedups.__getitem__, reverse=True)
-  assert rows == [",".join(map(str, layers)) for layers in by_speed]
-
-
 def test_search_resumes_and_interpolates_costs(tmp_path, monkeypatch):
   timed = []
 
   def counted(pairs, *args):
-    timed.append([pair.draft_name for pair in pairs])
+    timed.append([pair.draft.name for pair in pairs])
     return layer_costs(pairs, *args)
 
   monkeypatch.setattr(module, "compare_costs", counted)

@@ -68,7 +68,7 @@ def test_studies_use_the_draft_of_the_existing_records(path):
   (file,) = ROOT.glob(f"experiments/*/{path}.gin")
   try:
     run.parse_gin([str(file)], [], [])
-    draft = gin.query_parameter("pairs.load_pair.draft")
+    draft = gin.query_parameter("load.load_pair.draft")
     assert pathlib.Path(draft.scoped_configurable_fn()).parts[-2:] == ("multi30k_ende", "draft")
   finally:
     gin.clear_config()

@@ -66,9 +66,9 @@ def test_outputs_and_rounds_are_those_of_the_given_pair(kind, tree, batch_size):
   """The draft model reads no state of the target, so it is accepted as often as before."""
   pair = tiny_pair.pair("near")
   if kind == "prompt lookup":
-    pair = pair.with_draft(prompt_lookup(pair.loaded_target))
+    pair = pair.with_draft(prompt_lookup(pair.target))
   replayed = replayed_pair(pair, TEXTS, size="tiny", max_new_tokens=LIMIT)
-  assert replayed.target_name == "t5_1.1_tiny" and replayed.task == f"{pair.task}, replayed"
+  assert replayed.target.name == "t5_1.1_tiny" and replayed.task == f"{pair.task}, replayed"
   for i in range(0, len(TEXTS), batch_size):
     texts = TEXTS[i : i + batch_size]
     prompt, keys = pair.prompt(texts), row_keys(0, i, len(texts))

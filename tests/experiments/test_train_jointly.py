@@ -7,7 +7,6 @@ import jax
 import numpy as np
 import pytest
 import tiny_pair
-from specdec_jax.load import load_pair
 from test_contract import GREEDY, LIMIT
 from test_learned import module
 from test_training import (  # noqa: F401
@@ -26,6 +25,7 @@ from specdec_jax.core.trees import chain
 from specdec_jax.data.vocabularies import open_vocabulary
 from specdec_jax.drafts.heads import init_params, speculator_config
 from specdec_jax.errors import InputError
+from specdec_jax.load import load_pair
 from specdec_jax.models.families import model_of
 from specdec_jax.models.partitioning import make_mesh
 from specdec_jax.train import distillation

@@ -11,7 +11,7 @@ from specdec_jax.core.sampling import Sampling, row_keys
 from specdec_jax.core.trees import chain
 from specdec_jax.data.text import read_lines
 from specdec_jax.drafts.prompt_lookup import prompt_lookup
-from specdec_jax.pairs import load_pair
+from specdec_jax.load import load_pair
 
 GREEDY = Sampling(temperature=0.0)
 LIMIT = 48

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import jinja2
 
-from specdec_jax.atomic_files import atomic_write
+from specdec_jax.core.atomic_files import atomic_write
 from specdec_jax.measure.records import BUNDLED, Record, key
 from specdec_jax.measure.reporting.columns import cell, headings, legend, range_text
 from specdec_jax.measure.reporting.markup import Markup, join, scrollable, tag

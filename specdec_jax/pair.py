@@ -1,9 +1,10 @@
 """Pair of a target and a draft that share a vocabulary, ready to decode."""
 
+import dataclasses
 import functools
-import types
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
@@ -12,105 +13,134 @@ from jax import Array
 from specdec_jax.beams import BeamDraft, BeamSearcher, NullBeamDraft, TreeBeamDraft
 from specdec_jax.core.decode import Decoder, NullDraft
 from specdec_jax.core.generation_config import PROCESSORS, SETTINGS, GenerationConfig
-from specdec_jax.core.loading import DraftFactory, LoadedTarget
 from specdec_jax.core.memory import require_memory
 from specdec_jax.core.processors import Processors
 from specdec_jax.core.sampling import Sampling
 from specdec_jax.core.trees import AnyTree, chain
-from specdec_jax.core.types import DecodeResult, Draft, Model, Params, Verifier
+from specdec_jax.core.types import DecodeResult, DraftSpec, Loaded, Params, Verifier
 from specdec_jax.core.verify.tokens import TokenVerifier
 from specdec_jax.data.vocabulary import Vocabulary, padded
 from specdec_jax.errors import InputError, require_count
-from specdec_jax.models.families import feature_layers, with_feature_layers
+from specdec_jax.models.families import Config, config_of, with_feature_layers
+from specdec_jax.models.simulated import SimulatedModel
+
+if TYPE_CHECKING:
+  from specdec_jax.generate import Output
 
 MOST_STEPS = 32  # maximum gamma of a beam search; each step takes about a second to compile
 
 
-class LoadedPair(NamedTuple):
-  """Target, draft and vocabulary: everything that decoding a text needs.
-
-  `specdec_jax.Pair` adds methods that take and return texts.
+@dataclasses.dataclass(frozen=True, eq=False)
+class Pair:
+  """Target and draft, and everything else that decoding a text needs.
 
   Attributes:
-    target: M_p.
-    target_params: parameters of the target.
-    target_name: name of the target in records.
-    draft: function of (sampling, tree) that returns M_q as a draft.
-    draft_params: parameters of the draft.
-    draft_name: name of the draft in records.
-    vocabulary: vocabulary of both models.
+    target: M_p, its parameters and its vocabulary.
+    draft: M_q, not yet built for a sampling method and a tree.
+    verifier: `Verifier` class that accepts or rejects draft tokens, or a function from a sampling
+      method to a verifier.
     task: name of the inputs, for records; None if it is not known.
-    dtype: 'float32' or 'bfloat16', the `dtype` of the target's `TransformerConfig`.
     max_source_tokens: maximum number of tokens of a source. Longer sources are truncated, but keep
       the special tokens at their end, such as EOS.
-    kernels: implementation of the target's matmuls (see `TransformerConfig`). It ends with
-      '+bfloat16' if weights are read in bfloat16 although `dtype` is 'float32', and with '+int8' if
-      they are int8.
-    simulated_alpha: acceptance rate of a target with simulated acceptance; None for a real target.
-    continues: whether the target is decoder-only and continues its prompt.
-    verifier: verifier that accepts or rejects draft tokens: a class of `core.verify`, or a function
-      from a sampling method to a verifier.
-    target_path: checkpoint of the target, for records; None if it has none.
-    draft_path: checkpoint of the draft, for records; None if it has none.
-    generation: generation settings of the target's checkpoint, by field of `GenerationConfig`.
-    tasks: `task_specific_params` of the target's checkpoint: for each task, its generation settings
-      and the `prefix` of its sources.
+
+  Raises:
+    InputError: `max_source_tokens` is not positive, or the draft reads layers of a target that has
+      none.
   """
 
-  target: Model
-  target_params: Any
-  target_name: str
-  draft: Callable[[Sampling, AnyTree], Draft]
-  draft_params: Any
-  draft_name: str
-  vocabulary: Vocabulary
-  task: str | None
-  dtype: str
-  max_source_tokens: int
-  kernels: str = "xla"
-  simulated_alpha: float | None = None
-  continues: bool = False
+  target: Loaded
+  draft: DraftSpec
   verifier: Callable[[Sampling], Verifier] = TokenVerifier
-  target_path: str | None = None
-  draft_path: str | None = None
-  generation: Mapping[str, Any] = types.MappingProxyType({})
-  tasks: Mapping[str, Mapping[str, Any]] = types.MappingProxyType({})
+  task: str | None = None
+  max_source_tokens: int = 128
+
+  def __post_init__(self):
+    require_count("max_source_tokens", self.max_source_tokens)
+    model = with_feature_layers(self.target.model, self.draft.features)
+    object.__setattr__(self, "target", dataclasses.replace(self.target, model=model))
 
   def __repr__(self) -> str:
     models = (
-      f"{role}={path or name!r} ({_size_text(params)})"
-      for role, path, name, params in (
-        ("target", self.target_path, self.target_name, self.target_params),
-        ("draft", self.draft_path, self.draft_name, self.draft_params),
-      )
+      f"{role}={model.path or model.name!r} ({_num_params(model.params) / 1e6:.1f}M parameters)"
+      for role, model in (("target", self.target), ("draft", self.draft))
     )
-    return f"{type(self).__name__}({', '.join(models)}, task={self.task!r}, dtype={self.dtype!r})"
+    return f"Pair({', '.join(models)}, task={self.task!r}, dtype={self.dtype!r})"
+
+  def generate(self, texts: Sequence[str], **arguments: Any) -> "list[Output]":
+    """Return the outputs for texts; see `specdec_jax.generate.generate` for the arguments."""
+    from specdec_jax import generate  # which calibrates gamma with a pair
+
+    return generate.generate(self, texts, **arguments)
+
+  def stream(self, text: str, **arguments: Any) -> Iterator[str]:
+    """Yield the output for a text in pieces; see `specdec_jax.generate.stream`."""
+    from specdec_jax import generate
+
+    return generate.stream(self, text, **arguments)
+
+  def beam_search(self, texts: Sequence[str], **arguments: Any) -> "list[list[Output]]":
+    """Return all outputs of a beam search; see `specdec_jax.generate.beam_search`."""
+    from specdec_jax import generate
+
+    return generate.beam_search(self, texts, **arguments)
 
   @property
-  def loaded_target(self) -> LoadedTarget:
-    """The target as a `LoadedTarget`, the argument of functions that load drafts."""
-    return LoadedTarget(self.target, self.target_params, self.vocabulary)
+  def vocabulary(self) -> Vocabulary:
+    """Vocabulary of both models."""
+    return self.target.vocabulary
 
   @property
-  def draft_factory(self) -> DraftFactory:
-    """The draft of this pair as a `DraftFactory`."""
-    layers = feature_layers(self.target)
-    return DraftFactory(self.draft_name, self.draft, self.draft_params, self.draft_path, layers)
+  def dtype(self) -> str:
+    """'float32' or 'bfloat16', the `dtype` of the target's configuration."""
+    return jnp.dtype(getattr(self.config, "dtype", jnp.float32)).name
 
-  def with_draft(self, factory: DraftFactory) -> "LoadedPair":
+  @property
+  def kernels(self) -> str:
+    """Implementation of the target's matmuls (`TransformerConfig.kernels`).
+
+    It ends with '+int8' if weights are int8, and with '+bfloat16' if they are read in bfloat16
+    although `dtype` is 'float32'.
+    """
+    kernels = getattr(self.config, "kernels", "xla")
+    if getattr(self.config, "weights", "float") == "int8":
+      return kernels + "+int8"
+    arrays = jax.tree.leaves(self.target.params)
+    is_stored = self.dtype == "float32" and any(x.dtype == jnp.bfloat16 for x in arrays)
+    return kernels + "+bfloat16" * is_stored
+
+  @property
+  def simulated_alpha(self) -> float | None:
+    """Acceptance rate of a target with simulated acceptance; None for a real target."""
+    model = self.target.model
+    return model.alpha if isinstance(model, SimulatedModel) else None
+
+  @property
+  def continues(self) -> bool:
+    """Whether the target is decoder-only and continues its prompt."""
+    return not getattr(self.config, "has_encoder", True)
+
+  @property
+  def verifier_name(self) -> str:
+    """Name of the verifier in records: the name of its class."""
+    return type(self.verifier(Sampling())).__name__
+
+  @property
+  def config(self) -> Config | None:
+    """Configuration of the target; None if it is not a model of this package."""
+    return config_of(self.target.model)
+
+  def with_target(self, **changes: Any) -> "Pair":
+    """Return a pair with changed fields of the target (`Loaded`)."""
+    return dataclasses.replace(self, target=dataclasses.replace(self.target, **changes))
+
+  def with_draft(self, draft: DraftSpec) -> "Pair":
     """Return a pair with the same target and a different draft."""
-    return self._replace(
-      target=with_feature_layers(self.target, factory.feature_layers),
-      draft=factory.build,
-      draft_params=factory.params,
-      draft_name=factory.name,
-      draft_path=factory.path,
-    )
+    return dataclasses.replace(self, draft=draft)
 
   @property
   def params(self) -> Params:
     """Parameters of target and draft, as arguments of a decoder."""
-    return Params(self.target_params, self.draft_params)
+    return Params(self.target.params, self.draft.params)
 
   def decoder(
     self,
@@ -140,26 +170,26 @@ class LoadedPair(NamedTuple):
       verifier = self.verifier_for(sampling)
       if not verifier.uses_position_keys:  # whose samples are those of autoregressive decoding
         verifier = TokenVerifier(sampling)
-      return Decoder(self.target, NullDraft(), verifier, eos_id, processors, logprobs)
-    verifier, draft = self.verifier_for(sampling, lenience), self.draft(sampling, tree)
+      return Decoder(self.target.model, NullDraft(), verifier, eos_id, processors, logprobs)
+    verifier, draft = self.verifier_for(sampling, lenience), self.draft.build(sampling, tree)
     if verifier.needs_independent_siblings and not draft.tree.is_chain:
       try:
         draft = draft.with_independent_siblings()
       except InputError:
         raise InputError(
           f"{type(verifier).__name__} verifies siblings that are sampled independently, and "
-          f"{self.draft_name} does not sample that way; give a model as draft, or another verifier."
+          f"{self.draft.name} does not sample that way; give a model as draft, or another verifier."
         ) from None
     if draft.verify_lengths and not verifier.allows_short_proposals:
       raise InputError(
-        f"{self.draft_name} stops early, and {type(verifier).__name__} cannot verify tokens that "
+        f"{self.draft.name} stops early, and {type(verifier).__name__} cannot verify tokens that "
         "were not proposed; use TokenVerifier."
       )
     if verifier.uses_position_keys:
       draft = draft.with_position_keys()
     if processors:
       draft = draft.with_processors(processors)
-    return Decoder(self.target, draft, verifier, eos_id, processors, logprobs)
+    return Decoder(self.target.model, draft, verifier, eos_id, processors, logprobs)
 
   def decode_fn(
     self,
@@ -177,7 +207,9 @@ class LoadedPair(NamedTuple):
     return functools.partial(decoder.run, self.params)
 
   def processors(self, generation: GenerationConfig) -> Processors:
-    """Return the logits processors of `generation` for this pair.
+    """Return the logits processors of a command's `generation`.
+
+    Commands do not apply the generation settings of the checkpoint; a warning names them.
 
     Raises:
       InputError: `generation` has settings other than those of logits processors.
@@ -190,8 +222,15 @@ class LoadedPair(NamedTuple):
         f"generation has {', '.join(others)}, which a command does not take from it; give settings "
         "of logits processors there, and the others as settings of the command."
       )
-    words = self.vocabulary
-    return generation.processors(self.target.vocab_size, (words.eos_id,), words.pad_id)
+    if self.target.generation:
+      stated = ", ".join(f"{k} {v!r:.60}" for k, v in self.target.generation.items())
+      warnings.warn(
+        f"{self.target.path or self.target.name} sets {stated}, which Pair.generate applies and "
+        "commands do not; outputs may differ from those of transformers.",
+        stacklevel=2,
+      )
+    model, words = self.target.model, self.vocabulary
+    return generation.processors(model.vocab_size, (words.eos_id,), words.pad_id)
 
   def beam_searcher(
     self,
@@ -229,31 +268,36 @@ class LoadedPair(NamedTuple):
       require_count("draft_beams", draft_beams)
     eos_id = self.vocabulary.eos_id
     if not gamma:
-      return BeamSearcher(self.target, NullBeamDraft(), num_beams, length_penalty, eos_id)
-    draft = self.draft(Sampling(temperature=0.0), chain(gamma))
+      return BeamSearcher(self.target.model, NullBeamDraft(), num_beams, length_penalty, eos_id)
+    draft = self.draft.build(Sampling(temperature=0.0), chain(gamma))
     if draft.reads_target_cache:
       raise InputError(
-        f"{self.draft_name} reads the target's cache, which holds all beams of a beam search; give "
+        f"{self.draft.name} reads the target's cache, which holds all beams of a beam search; give "
         "it another draft."
       )
     draft_beams = num_beams if draft_beams is None else draft_beams
     if nodes is None and jax.default_backend() == "cpu":
       nodes = max(8, num_beams + draft_beams)
     beam_draft: BeamDraft = draft.as_beam_draft(draft_beams, nodes) or TreeBeamDraft(draft)
-    return BeamSearcher(self.target, beam_draft, num_beams, length_penalty, eos_id)
+    return BeamSearcher(self.target.model, beam_draft, num_beams, length_penalty, eos_id)
 
   def guesses(self, sampling: Sampling, tree: AnyTree) -> AnyTree:
     """Return the tree that the draft proposes if `tree` is requested; usually `tree` itself."""
-    return self.draft(sampling, tree).tree if tree.num_guesses else tree
+    return self.draft.build(sampling, tree).tree if tree.num_guesses else tree
 
   def verifier_for(self, sampling: Sampling, lenience: float = 1.0) -> Verifier:
-    """Return the verifier for a sampling method; see `verifier_from`."""
-    return verifier_from(self.verifier, sampling, lenience)
+    """Return the verifier for a sampling method, with lenience (Appendix A.5) if it is below 1.
+
+    Raises:
+      InputError: lenience is below 1 and the verifier does not support it, or lenience is outside
+        (0, 1].
+    """
+    return self.verifier(sampling).with_lenience(lenience)
 
   def require_batch_size(self, batch_size: object) -> None:
     """Raise InputError unless `batch_size` is positive and a batch of logits fits in memory."""
     require_count("batch_size", batch_size)
-    logits = jax.ShapeDtypeStruct((batch_size, self.target.vocab_size), jnp.float32)
+    logits = jax.ShapeDtypeStruct((batch_size, self.target.model.vocab_size), jnp.float32)
     require_memory(f"batch_size {batch_size}", logits)
 
   def can_decode(self, text: str) -> bool:
@@ -284,22 +328,5 @@ class LoadedPair(NamedTuple):
     return None if fits else self.vocabulary.decode(self.encode(text))
 
 
-def verifier_from(
-  verifier: Callable[[Sampling], Verifier], sampling: Sampling, lenience: float = 1.0
-) -> Verifier:
-  """Return the verifier for a sampling method, with lenience (Appendix A.5) if it is below 1.
-
-  Raises:
-    InputError: lenience is below 1 and the verifier does not support it, or lenience is outside
-      (0, 1].
-  """
-  return verifier(sampling).with_lenience(lenience)
-
-
-def verifier_name(verifier: Callable[[Sampling], Verifier]) -> str:
-  """Return the name that a verifier has in records: the name of its class."""
-  return type(verifier(Sampling())).__name__
-
-
-def _size_text(params: Any) -> str:
-  return f"{sum(x.size for x in jax.tree.leaves(params)) / 1e6:.1f}M parameters"
+def _num_params(params: Any) -> int:
+  return sum(x.size for x in jax.tree.leaves(params))

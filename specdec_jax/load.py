@@ -1,0 +1,703 @@
+"""Functions that load pairs and drafts from checkpoints, or with random weights.
+
+The default is the bundled pair.
+"""
+
+import dataclasses
+import functools
+import pathlib
+import warnings
+from collections.abc import Callable, Sequence
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from specdec_jax.checkpoints import hub
+from specdec_jax.checkpoints.folder import open_folder
+from specdec_jax.checkpoints.in_memory import is_in_memory, open_in_memory
+from specdec_jax.checkpoints.load import checkpoint_name, open_checkpoint, recorded_path
+from specdec_jax.checkpoints.stored import (
+  Checkpoint,
+  LoadedWeights,
+  ShardingsFn,
+  make_shardings,
+  param_shapes,
+)
+from specdec_jax.core.generation_config import SETTINGS
+from specdec_jax.core.sampling import Sampling
+from specdec_jax.core.trees import AnyTree
+from specdec_jax.core.types import Draft, DraftSpec, Loaded, Model, Verifier
+from specdec_jax.core.verify.tokens import TokenVerifier
+from specdec_jax.data.text import read_lines
+from specdec_jax.data.vocabularies import (
+  find_vocabulary,
+  open_vocabulary,
+  open_vocabulary_of_model,
+  padded_size,
+)
+from specdec_jax.data.vocabulary import ModelTokens, Vocabulary
+from specdec_jax.drafts.dynamic import model_draft
+from specdec_jax.drafts.heads import SpeculatorConfig, head_of, speculator_config
+from specdec_jax.drafts.other_vocabulary import OtherVocabularyModel, other_vocabulary_params
+from specdec_jax.drafts.prompt_lookup import prompt_lookup
+from specdec_jax.errors import InputError, require_count
+from specdec_jax.models.config import GPTConfig, Weights, named_dtype
+from specdec_jax.models.families import Config, config_of, model_of
+from specdec_jax.models.kernels import skinny
+from specdec_jax.models.quantization import MAX_INT8, param_dtype
+from specdec_jax.models.simulated import SimulatedModel
+from specdec_jax.models.sizes import named_config, version_name
+from specdec_jax.pair import Pair
+from specdec_jax.xla import default_cache_dir, enable_compile_cache
+
+OutputTokens = Callable[[Vocabulary], Sequence[int]]
+DraftFn = Callable[[Loaded], DraftSpec]  # such as `speculator` or `drafts.prompt_lookup`
+
+ASSETS = pathlib.Path(__file__).parent / "assets"
+EMBEDDED = ASSETS / "multi30k_ende"
+
+
+def load_pair(
+  target: Any = str(EMBEDDED / "target"),
+  draft: Any = None,
+  vocabulary: str | Vocabulary | None = None,
+  task: str | None = None,
+  dtype: str = "float32",
+  max_source_tokens: int | None = None,
+  extra_ids: int | Literal["auto"] = "auto",
+  shardings: ShardingsFn = None,
+  draft_shardings: ShardingsFn = None,
+  kernels: str = "auto",
+  weights: LoadedWeights = "float",
+  draft_weights: LoadedWeights | None = None,
+  verifier: Callable[[Sampling], Verifier] = TokenVerifier,
+  source_language: str | None = None,
+) -> Pair:
+  """Load a target and a draft; by default, load the bundled pair.
+
+  The cache of compiled programs is enabled, unless jax is already configured with a folder for it.
+
+  Args:
+    target: checkpoint of the target (of T5X, Orbax, Hugging Face or this project, local or
+      `gs://`), or its name on the Hugging Face Hub; see `checkpoints.load.open_checkpoint`. Or a
+      model in memory: a PyTorch model of transformers, or (config, parameters); see
+      `checkpoints.in_memory.open_in_memory`.
+    draft: checkpoint or name of the draft, which is a separate model or a draft head that was
+      trained on this target's hidden states (`train_speculator`); or a model in memory; or a
+      function that loads a draft for a `Loaded` target. By default, the bundled target has its own
+      draft head, and any other target copies from its source (`prompt_lookup`). Gin runs use
+      `draft=asset("multi30k_ende/draft")`, a separate model (gin/models/bundled.gin).
+    vocabulary: vocabulary, or path of its file, or a Hugging Face folder or name; see
+      `open_vocabulary`. By default, the vocabulary in the folder of the target or, for pairs of
+      this project, next to it. A target in memory requires this argument.
+    task: name of the inputs, for records. By default, the bundled target has its own task, and
+      other targets have none.
+    dtype: 'float32' or 'bfloat16'; 'auto' is float32 on a CPU and bfloat16 elsewhere. On a CPU,
+      bfloat16 halves the bytes that are read. Decoding is then faster if the processor multiplies
+      in bfloat16 (AVX512-BF16), and slower otherwise.
+    max_source_tokens: maximum number of tokens of a source, EOS included. By default, the positions
+      of the target, or 512 for a target with relative positions.
+    extra_ids: number of sentinels after the pieces of the vocabulary. 'auto' adds the 100 sentinels
+      of T5 if the target's embedding table has rows for them; see `open_vocabulary_of_model`.
+    shardings: function that returns a tree of `jax.sharding.Sharding`, given the tree of shapes of
+      the target's parameters and, if it has a parameter `config`, the target's configuration.
+      Sharded parameters are not converted for decoding, because that would concatenate matrices
+      across shards.
+    draft_shardings: function like `shardings` for the parameters of the draft. It is not used for a
+      draft head, or for a draft that a function loads.
+    kernels: 'xla' for XLA only; 'auto' uses `kernels.skinny` on a CPU, if available and without
+      `shardings`, for matmuls with weights, attention and T5's norms.
+    weights: how the matrices of the target are kept in memory. With 'float', they have the dtype
+      `dtype`. With 'stored', matrices that are stored in bfloat16 stay in bfloat16 when
+      `kernels.skinny` is used. This halves the bytes that a step reads, and does not change the
+      output. With 'int8', they are quantized when they are loaded (`models.quantization`), and a
+      step reads a quarter of the bytes of float32 matrices. The target is then the quantized model,
+      and outputs are exactly those of that model.
+    draft_weights: the same for a draft that is a separate model; outputs keep the target's
+      distribution with any value. By default 'int8' if `weights` is 'int8', or if `dtype` is
+      'bfloat16' and `kernels.skinny` is used, which is faster; otherwise 'stored'.
+    verifier: `Verifier` class that accepts or rejects draft tokens, or a function from a sampling
+      method to a verifier.
+    source_language: language of the sources of a multilingual target, by the name of its token,
+      such as 'fra_Latn' (NLLB), 'fr_XX' (mBART-50) or 'fr' (M2M100). By default, the language that
+      the files of the tokenizer set.
+
+  Raises:
+    InputError: a file is missing or damaged, the models do not share the vocabulary, or an argument
+      is invalid.
+  """
+  _enable_compile_cache()
+  checkpoint, dtype = _open(target), _of_device(dtype)
+  is_path = isinstance(target, str)
+  if vocabulary is None and not is_path:
+    raise InputError("The target is a model in memory; give its vocabulary too.")
+  if not isinstance(vocabulary, Vocabulary):
+    file = hub.resolve(vocabulary, hub.VOCABULARY) if vocabulary else vocabulary_of(target)
+    tokens = model_tokens(checkpoint, source_language)
+    vocabulary = open_vocabulary_of_model(file, checkpoint.config.vocab_size, extra_ids, tokens)
+  model, params = load_model(
+    "target", checkpoint, vocabulary, dtype, kernels, weights, shardings=shardings
+  )
+  loaded = Loaded(
+    checkpoint_name(target) if is_path else checkpoint.path,
+    model,
+    params,
+    vocabulary,
+    recorded_path(target) if is_path else None,
+    _generation(checkpoint, vocabulary),
+    checkpoint.generation.tasks,
+  )
+  bundled = is_path and is_bundled(target)
+  if draft is None:
+    draft = str(EMBEDDED / "conditioned") if bundled else prompt_lookup
+  if callable(draft) and not is_in_memory(draft):
+    drafted = draft(loaded)
+  else:
+    opened = _open(draft)
+    if isinstance(opened.config, SpeculatorConfig):
+      drafted = speculator(loaded, opened.path)
+    else:
+      drafting, draft_params = load_model(
+        "draft",
+        opened,
+        vocabulary,
+        dtype,
+        kernels,
+        draft_weights or ("int8" if weights == "int8" else None),
+        shardings=draft_shardings,
+        other_arrays=params,
+      )
+      if drafting.config.has_encoder != model.config.has_encoder:
+        raise InputError(
+          f"Of {checkpoint.path} and {opened.path} one is decoder-only and the other is not; "
+          "target and draft must be of one kind."
+        )
+      path = recorded_path(draft) if isinstance(draft, str) else None
+      name = checkpoint_name(draft) if isinstance(draft, str) else opened.path
+      make = functools.partial(model_draft, drafting)
+      drafted = DraftSpec(draft_name(name, drafting.config), make, draft_params, path)
+  if max_source_tokens is None:
+    max_source_tokens = getattr(model.config, "num_positions", None) or 512
+  task = EMBEDDED.name if task is None and bundled else task
+  return Pair(loaded, drafted, verifier, task, max_source_tokens)
+
+
+def model_tokens(checkpoint: Checkpoint, source_language: str | None = None) -> ModelTokens:
+  """Return the tokens that a model uses, with which its vocabulary is opened.
+
+  Args:
+    checkpoint: checkpoint of the model.
+    source_language: see `load_pair`.
+  """
+  return ModelTokens(
+    has_encoder=checkpoint.config.has_encoder,
+    eos_ids=checkpoint.eos_ids,
+    pad_id=checkpoint.config.pad_id,
+    source_language=source_language,
+  )
+
+
+def checkpoint_draft(
+  target: Loaded,
+  model: str = str(EMBEDDED / "draft"),
+  dtype: str = "float32",
+  kernels: str = "auto",
+  weights: LoadedWeights | None = None,
+  output_tokens: OutputTokens | None = None,
+  vocabulary: str | None = None,
+) -> DraftSpec:
+  """Load a model from a checkpoint as a draft, for example for a composed draft.
+
+  Args:
+    target: target of the pair.
+    model: checkpoint of the model, or its name on the Hugging Face Hub.
+    dtype: see `load_pair`.
+    kernels: see `load_pair`.
+    weights: see `load_pair`; by default 'int8' if `dtype` is 'bfloat16' and `kernels.skinny` is
+      used, otherwise 'stored'.
+    output_tokens: function from a vocabulary to the tokens that the draft may propose, such as
+      `frequent_tokens` with its other arguments bound; by default, all tokens.
+    vocabulary: the model's own vocabulary, if it is not that of the pair: path of the file, or a
+      Hugging Face folder or name. The draft then proposes the tokens that both vocabularies have
+      (`drafts.other_vocabulary`).
+
+  Raises:
+    InputError: see `load_model`; or the two vocabularies have no piece in common.
+  """
+  words, opened = target.vocabulary, open_checkpoint(model)
+  if vocabulary is not None:
+    file = hub.resolve(vocabulary, hub.VOCABULARY)
+    words = open_vocabulary_of_model(file, opened.config.vocab_size, tokens=model_tokens(opened))
+  tokens = output_tokens and output_tokens(words)
+  drafting, params = load_model(
+    "draft", opened, words, _of_device(dtype), kernels, weights, output_tokens=tokens
+  )
+  config = drafting.config
+  name = draft_name(checkpoint_name(model), config)
+  if vocabulary is not None:
+    own = _require_config(target)
+    if _prompt_format(config) != _prompt_format(own):
+      raise InputError(
+        f"The draft in {model} has another vocabulary and another format of prompts than the "
+        "target; both must be encoder-decoders, or decoder-only with a start token, or without."
+      )
+    starts = own.start_id, config.start_id
+    params = other_vocabulary_params(params, target.vocabulary, words, config.has_encoder, starts)
+    drafting = OtherVocabularyModel(drafting, target.model, config.pad_id)
+    name += f", {int((params.partners >= 0).sum())} shared tokens"
+  return DraftSpec(name, functools.partial(model_draft, drafting), params, recorded_path(model))
+
+
+def _prompt_format(config: Config) -> tuple[bool, bool]:
+  """Return whether a model has an encoder, and whether a start token precedes its prompts."""
+  return config.has_encoder, config.start_id is not None
+
+
+def frequent_tokens(vocabulary: Vocabulary, path: str, count: int) -> list[int]:
+  """Return the most frequent tokens of a text file and EOS, in ascending order (FR-Spec).
+
+  A draft with these output tokens (`checkpoint_draft`) computes fewer logits. Its q is 0 for all
+  other tokens, so decoding remains exact.
+
+  Args:
+    vocabulary: vocabulary of the pair.
+    path: text file with one output of the task per line.
+    count: number of tokens, at most that of the vocabulary.
+  """
+  require_count("count", count)
+  counts = np.zeros(len(vocabulary), np.int64)
+  for line in read_lines(path):
+    np.add.at(counts, vocabulary.encode(line), 1)
+  counts[vocabulary.eos_id] = counts.max() + 1
+  return sorted(np.argsort(-counts, kind="stable")[:count].tolist())
+
+
+def asset(name: str) -> str:
+  """Return the path of a bundled file or folder. Gin files call this function."""
+  return str(ASSETS / name)
+
+
+def is_bundled(target: str) -> bool:
+  """Return True if `target` is the path of the bundled target."""
+  return recorded_path(target) == recorded_path(str(EMBEDDED / "target"))
+
+
+def vocabulary_of(target: str) -> str:
+  """Return the path of the vocabulary that belongs to a target.
+
+  Raises:
+    InputError: the target has no vocabulary.
+  """
+  found = find_vocabulary(hub.resolve(target, hub.VOCABULARY))
+  if found is None:
+    raise InputError(
+      f"The target {target} has no vocabulary with it; expected spiece.model, tokenizer.json or "
+      "other files of its tokenizer in its folder. Give its file as vocabulary (VOCABULARY on the "
+      "command line)."
+    )
+  return found
+
+
+def speculator(
+  target: Loaded,
+  path: str,
+  weights: LoadedWeights | None = None,
+  output_tokens: OutputTokens | None = None,
+) -> DraftSpec:
+  """Load a draft head from `train_speculator` as a draft of the target that it was trained on.
+
+  Args:
+    target: target of the pair.
+    path: folder of the head, local or `gs://`.
+    weights: see `load_pair`. By default 'int8' if the target's are int8, otherwise 'stored'.
+    output_tokens: see `checkpoint_draft`.
+
+  Raises:
+    InputError: the folder does not exist or contains no head, or the head was trained with a
+      different vocabulary or for a target with a different shape.
+  """
+  checkpoint = open_folder(path)
+  config = checkpoint.config
+  if not isinstance(config, SpeculatorConfig):
+    raise InputError(f"{path} is a model by itself, and no part of a target; give it as the draft.")
+  if checkpoint.vocabulary not in (None, target.vocabulary.fingerprint()):
+    raise InputError(
+      f"The draft in {path} was trained with another vocabulary than {target.vocabulary.path}."
+    )
+  config = _with_layout(config, _require_config(target))
+  weights = weights or ("int8" if config.weights == "int8" else "stored")
+  tokens = output_tokens and output_tokens(target.vocabulary)
+  config = dataclasses.replace(
+    config,
+    weights="int8" if weights == "int8" else "float",
+    num_output_tokens=None if tokens is None else len(tokens),
+  )
+  params = checkpoint.load(
+    config,
+    stored_weights=weights == "stored",
+    other_arrays=target.params,
+    output_tokens=tokens,
+  )
+  factory = head_factory(draft_name(checkpoint_name(path), config), config, params, target)
+  return dataclasses.replace(factory, path=recorded_path(path))
+
+
+def random_speculator(
+  target: Loaded, config: Callable[[Config], SpeculatorConfig] = speculator_config
+) -> DraftSpec:
+  """Return a draft head with random weights for `random_pair`; it is as fast as a trained one.
+
+  Args:
+    target: target of the pair.
+    config: function from the configuration of the target to the configuration of the head.
+  """
+  head_config = config(_require_config(target))
+  params = head_of(head_config).init(jax.random.key(0))
+  params = jax.tree.map(lambda x: x.astype(head_config.dtype), params)
+  return head_factory(f"random {head_config.kind}", head_config, params, target)
+
+
+def head_factory(name: str, config: SpeculatorConfig, params: Any, target: Loaded) -> DraftSpec:
+  """Return the draft factory of a draft head for a target.
+
+  Args:
+    name: name of the draft in records.
+    config: configuration of the head.
+    params: parameters of the head.
+    target: target of the pair.
+
+  Raises:
+    InputError: the head is for a target with a different shape.
+  """
+  head, target_config = head_of(config), _require_config(target)
+  head.require_target(target_config)
+
+  def build(sampling: Sampling, tree: AnyTree) -> Draft:
+    return head.draft(target_config, sampling, tree)
+
+  params = head.draft_params(target_config, params, target.params)
+  return DraftSpec(name, build, params, features=head.feature_layers)
+
+
+def draft_name(name: str, config: Config | SpeculatorConfig) -> str:
+  """Return the name of a draft for records, with its number of output tokens and int8 weights."""
+  tokens = [f"{config.num_output_tokens} tokens"] if config.num_output_tokens else []
+  return ", ".join([name, *tokens, *(["int8"] if config.weights == "int8" else [])])
+
+
+def _require_config(target: Loaded) -> Config:
+  """Return the configuration of a target, or raise InputError if a head cannot read its states."""
+  config = config_of(target.model)
+  if config is None:
+    raise InputError(f"{type(target.model).__name__} has no states that a draft could read.")
+  return config
+
+
+def _with_layout(config: SpeculatorConfig, target: Config) -> SpeculatorConfig:
+  """Return the configuration of a draft head with dtype, kernels and layout of its target."""
+  names = "dtype", "kernels", "fused", "weights"
+  return dataclasses.replace(config, **{name: getattr(target, name) for name in names})
+
+
+def load_model(
+  role: str,
+  checkpoint: Checkpoint,
+  vocabulary: Vocabulary,
+  dtype: str = "float32",
+  kernels: str = "xla",
+  weights: LoadedWeights | None = "float",
+  *,
+  shardings: ShardingsFn = None,
+  other_arrays: Any = (),
+  output_tokens: Sequence[int] | None = None,
+) -> tuple[Any, Any]:
+  """Return the model of a checkpoint and its parameters, converted for decoding if not sharded.
+
+  Args:
+    role: 'target' or 'draft', for messages.
+    checkpoint: checkpoint of the model.
+    vocabulary: vocabulary of the pair.
+    dtype: 'float32' or 'bfloat16'.
+    kernels: see `load_pair`.
+    weights: see `load_pair`; None for the default of a draft.
+    shardings: see `load_pair`.
+    other_arrays: arrays that must fit in memory together with the parameters: for a draft, the
+      target's parameters.
+    output_tokens: see `Checkpoint.load`.
+
+  Raises:
+    InputError: the checkpoint is a draft head, or it does not fit the vocabulary or the memory.
+  """
+  where, advice = f"The {role} in {checkpoint.path}", "target, draft and vocabulary must agree"
+  if role == "draft":
+    advice += (
+      ", unless `vocabulary` of checkpoint_draft is the draft's own "
+      "(gin/drafts/other_vocabulary.gin)"
+    )
+  if isinstance(checkpoint.config, SpeculatorConfig):
+    raise InputError(
+      f"{checkpoint.path} is no model by itself but lives on the states of a target; give it as "
+      "the draft of a pair."
+    )
+  config = dataclasses.replace(checkpoint.config, dtype=named_dtype(dtype))
+  size, rows = len(vocabulary), config.vocab_size
+  if rows == padded_size(size):
+    config = dataclasses.replace(config, vocab_size=size, padded_vocab_size=rows)
+  elif rows != size:
+    raise InputError(
+      f"{where} has a vocabulary of {rows} tokens but {vocabulary.path} has {size}, "
+      f"{vocabulary.extra_ids} extra_ids among them (T5's own has 100); {advice}."
+    )
+  eos_ids = checkpoint.eos_ids
+  if isinstance(config, GPTConfig):
+    eos_ids = eos_ids or (config.eos_id,)
+  if eos_ids and vocabulary.eos_id not in eos_ids:
+    raise InputError(
+      f"{where} ends a text with token {' or '.join(map(str, eos_ids))} but "
+      f"{vocabulary.path} with {vocabulary.eos_id}; {advice}."
+    )
+  if vocabulary.pad_id in eos_ids:
+    raise InputError(
+      f"{where} ends a text with token {vocabulary.pad_id}, which pads prompts here; use models "
+      "whose vocabulary has another token there."
+    )
+  config = dataclasses.replace(config, eos_id=vocabulary.eos_id, pad_id=vocabulary.pad_id)
+  if checkpoint.vocabulary not in (None, vocabulary.fingerprint()):
+    raise InputError(
+      f"{where} was trained with another vocabulary than {vocabulary.path}, though of the same "
+      f"size; {advice}."
+    )
+  config = _laid_out(config, shardings, kernels)
+  if weights not in (None, "float", "stored", "int8"):
+    raise InputError(f"weights is {weights!r}; give 'float', 'stored' or 'int8'.")
+  if weights is None:
+    weights = "int8" if config.kernels == "skinny" and config.in_pairs else "stored"
+  if weights == "int8":
+    config = dataclasses.replace(config, weights="int8")
+  if output_tokens is not None:
+    config = dataclasses.replace(config, num_output_tokens=len(output_tokens))
+  params = checkpoint.load(
+    config,
+    shardings=shardings,
+    stored_weights=weights == "stored",
+    other_arrays=other_arrays,
+    output_tokens=output_tokens,
+  )
+  return model_of(config), params
+
+
+def _laid_out(config: Config, shardings: ShardingsFn, kernels: str) -> Config:
+  """Return the configuration in the layout for decoding: with fused matmuls and the kernels to use.
+
+  If parameters are sharded across devices, the configuration is returned unchanged.
+
+  Raises:
+    InputError: `kernels` is unknown.
+  """
+  if kernels not in ("auto", "xla"):
+    raise InputError(f"kernels is {kernels!r}; use 'auto' or 'xla'.")
+  places = jax.tree.leaves(make_shardings(shardings, config)) if shardings else []
+  if not all(place.is_fully_replicated for place in places):
+    return config
+  here = kernels == "auto" and not shardings and skinny.is_available(config.dtype)
+  kernels = "skinny" if here else "xla"
+  return dataclasses.replace(config, fused=True, tied_logits=False, kernels=kernels)
+
+
+def _open(model: Any) -> Checkpoint:
+  """Return the checkpoint of a model, given as a path, as a name on the Hub, or in memory."""
+  return open_checkpoint(model) if isinstance(model, str) else open_in_memory(model)
+
+
+def _generation(checkpoint: Checkpoint, vocabulary: Vocabulary) -> dict[str, Any]:
+  """Return the generation settings of a checkpoint, and warn of those that are not supported.
+
+  Its EOS ids within the vocabulary are included if one of them is not the EOS of `vocabulary`.
+  """
+  settings = {**checkpoint.generation.settings}
+  ignored = {name: value for name, value in settings.items() if name not in SETTINGS}
+  if ignored:
+    stated = ", ".join(f"{name} {value!r:.60}" for name, value in ignored.items())
+    warnings.warn(
+      f"{checkpoint.path} sets {stated}. transformers applies these in generate; specdec_jax does "
+      "not support them, so that outputs may differ.",
+      stacklevel=3,
+    )
+  eos_ids = [eos_id for eos_id in checkpoint.eos_ids if eos_id < len(vocabulary)]
+  several = {"eos_token_id": eos_ids} if {*eos_ids} - {vocabulary.eos_id} else {}
+  return settings | several
+
+
+def _of_device(dtype: str) -> str:
+  """Return the dtype that 'auto' stands for on this device; return any other dtype unchanged."""
+  here = "float32" if jax.default_backend() == "cpu" else "bfloat16"
+  return here if dtype == "auto" else dtype
+
+
+def _enable_compile_cache() -> None:
+  if not getattr(jax.config, "jax_compilation_cache_dir", None):
+    enable_compile_cache(default_cache_dir())
+
+
+def random_pair(
+  target: str,
+  draft: str | DraftFn,
+  alpha: float,
+  version: str | float = "1.1",
+  dtype: str = "float32",
+  vocabulary: str = str(EMBEDDED / "vocabulary.model"),
+  max_source_tokens: int = 128,
+  shardings: ShardingsFn = None,
+  draft_shardings: ShardingsFn = None,
+  kernels: str = "auto",
+  weights: Weights = "float",
+  draft_weights: Weights | None = None,
+  num_output_tokens: int | None = None,
+) -> Pair:
+  """Return a pair of models with named sizes, random weights and a simulated acceptance rate.
+
+  Both models do all of their computation, so the times equal those of real models. Acceptance is
+  simulated (`SimulatedModel`), and the outputs have no meaning.
+
+  Args:
+    target: size of the target M_p; see `named_config`.
+    draft: size of the draft M_q, or a function that loads a draft for a `Loaded` target.
+    alpha: simulated acceptance rate.
+    version: version of T5 ('1.0' or '1.1'), another family of encoder-decoders, such as 't5gemma',
+      or a family of decoder-only models; see `named_config`.
+    dtype: 'float32' or 'bfloat16'.
+    vocabulary: path of the vocabulary.
+    max_source_tokens: maximum number of tokens of a source, EOS included.
+    shardings: see `load_pair`.
+    draft_shardings: see `load_pair`.
+    kernels: see `load_pair`.
+    weights: see `load_pair`.
+    draft_weights: see `load_pair`.
+    num_output_tokens: see `random_draft`; for a draft that is given by its size.
+  """
+  _enable_compile_cache()
+  version, kind = version_name(version), named_dtype(dtype)
+  words = open_vocabulary(vocabulary)
+  config, params = random_model(target, version, kind, words, shardings, kernels, weights)
+  model = SimulatedModel(model_of(config), alpha, words.eos_id)
+  loaded = Loaded(size_name(version, target), model, params, words)
+  if isinstance(draft, str):
+    draft = functools.partial(
+      random_draft,
+      size=draft,
+      version=version,
+      dtype=dtype,
+      shardings=draft_shardings,
+      kernels=kernels,
+      weights=weights if draft_weights is None else draft_weights,
+      num_output_tokens=num_output_tokens,
+    )
+  return Pair(
+    loaded,
+    draft(loaded),
+    task=f"simulated, alpha {model.alpha:g}",
+    max_source_tokens=max_source_tokens,
+  )
+
+
+def random_draft(
+  target: Loaded,
+  size: str,
+  version: str | float = "1.1",
+  dtype: str = "float32",
+  inner_alpha: float | None = None,
+  shardings: ShardingsFn = None,
+  kernels: str = "auto",
+  weights: Weights = "float",
+  num_output_tokens: int | None = None,
+) -> DraftSpec:
+  """Return a draft model of a named size with random weights.
+
+  Args:
+    target: target of the pair.
+    size: size of the model; see `named_config`.
+    version: see `random_pair`.
+    dtype: 'float32' or 'bfloat16'.
+    inner_alpha: simulated acceptance rate of the inner draft, if this model is the `draft` of a
+      `hierarchical_draft`. Such a model cannot propose tokens alone. None for any other model.
+    shardings: see `load_pair`.
+    kernels: see `load_pair`.
+    weights: see `load_pair`.
+    num_output_tokens: number of tokens that have logits, the first ones of the vocabulary; None for
+      all tokens.
+  """
+  version = version_name(version)
+  config, params = random_model(
+    size,
+    version,
+    named_dtype(dtype),
+    target.vocabulary,
+    shardings,
+    kernels,
+    weights,
+    num_output_tokens,
+  )
+  model: Model = model_of(config)
+  if inner_alpha is not None:
+    model = SimulatedModel(model, inner_alpha, target.vocabulary.eos_id)
+  name = draft_name(size_name(version, size), config)
+  return DraftSpec(name, functools.partial(model_draft, model), params)
+
+
+def size_name(version: str, size: str) -> str:
+  """Return the name of a model with random weights, for records."""
+  return f"{version if version.isidentifier() else f't5_{version}'}_{size}"
+
+
+def random_model(
+  size: str,
+  version: str,
+  dtype,
+  words: Vocabulary,
+  shardings: ShardingsFn,
+  kernels: str,
+  weights: Weights = "float",
+  num_output_tokens: int | None = None,
+) -> tuple[Config, Any]:
+  """Return a named configuration and random parameters of the given dtype and shardings."""
+  config = named_config(version, size, dtype=dtype)
+  config = dataclasses.replace(config, eos_id=words.eos_id, pad_id=words.pad_id)
+  if len(words) > config.vocab_size:
+    raise InputError(
+      f"{words.path} has {len(words)} tokens, more than the {config.vocab_size} of {version} "
+      f"{size}; give a smaller vocabulary."
+    )
+  config = _laid_out(config, shardings, kernels)
+  config = dataclasses.replace(config, weights=weights, num_output_tokens=num_output_tokens)
+  leaves, tree = jax.tree.flatten_with_path(param_shapes(config))
+  places = jax.tree.leaves(make_shardings(shardings, config)) if shardings else [None] * len(leaves)
+
+  @functools.partial(jax.jit, static_argnames=("shape", "place", "dtype"))
+  def random_array(key, shape, place, dtype):
+    if dtype == jnp.int8:
+      array = jax.random.randint(key, shape, -MAX_INT8, MAX_INT8 + 1, jnp.int8)
+    elif len(shape) == 1:
+      array = jnp.ones(shape, dtype)
+    else:
+      array = jax.random.normal(key, shape, dtype) * shape[-2] ** -0.5
+    return array if place is None else jax.lax.with_sharding_constraint(array, place)
+
+  keys = jax.random.split(jax.random.key(0), len(leaves))
+  arrays = [
+    random_array(key, leaf.shape, place, param_dtype(path, leaf, config))
+    for key, (path, leaf), place in zip(keys, leaves, places)
+  ]
+  params = jax.tree.unflatten(tree, arrays)
+  # The values of int8 matrices have a standard deviation of 73.
+  scale = config.emb_dim**-0.5 / 73
+
+  def special(path, array):
+    if path[-1].key == "kernel_scale":
+      return array * scale
+    if path[-1].key == "output_tokens":
+      return jnp.arange(len(array), dtype=jnp.int32)
+    return array
+
+  return config, jax.tree_util.tree_map_with_path(special, params)
