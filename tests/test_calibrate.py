@@ -9,7 +9,7 @@ import pytest
 import tiny_pair
 from tiny import autoregressive_decode
 
-from specdec_jax.commands.translate import decode_lines, translate
+from specdec_jax.commands.translate import translate
 from specdec_jax.core.loading import DecodeSettings
 from specdec_jax.core.sampling import Sampling, row_keys
 from specdec_jax.core.trees import Tree, branching, chain
@@ -24,6 +24,7 @@ from specdec_jax.measure.calibrate import (
   resolve_tree,
 )
 from specdec_jax.measure.costs import Costs
+from specdec_jax.serve.lines import decode_lines
 from specdec_jax.theory import best_tree, expected_rounds, text_improvement, tree_rates, tree_tokens
 
 GREEDY = Sampling(0.0)
@@ -347,13 +348,13 @@ def test_settings_that_a_calibration_depends_on():
 
 def test_gamma_0_decodes_autoregressively():
   pair, sampling = tiny_pair.pair(), Sampling()
-  ((_, (decoded,)),) = decode_lines(pair, TEXTS, chain(0), DecodeSettings(sampling, 4, 12, seed=3))
+  _, decoded = zip(*decode_lines(pair, TEXTS, chain(0), DecodeSettings(sampling, 4, 12, seed=3)))
   settings = dict(max_new_tokens=12, sampling=sampling)
   own = autoregressive_decode(
     pair.target.model, pair.target.params, pair.prompt(TEXTS), row_keys(3, 0, 4), **settings
   )
-  np.testing.assert_array_equal(decoded.tokens, own.tokens)
-  assert decoded.rounds.guesses.shape[-1] == 0
+  np.testing.assert_array_equal([row.tokens[0] for row in decoded], own.tokens)
+  assert decoded[0].rounds.guesses.shape[-1] == 0
 
 
 def translated(tmp_path, pair, tree):
@@ -365,8 +366,7 @@ def translated(tmp_path, pair, tree):
 
 
 def plain_lines(pair):
-  batches = decode_lines(pair, TEXTS, chain(0), DecodeSettings(GREEDY, 2, 12))
-  return [text for texts, _ in batches for text in texts]
+  return [text for text, _ in decode_lines(pair, TEXTS, chain(0), DecodeSettings(GREEDY, 2, 12))]
 
 
 def test_given_tree_has_the_output_of_autoregressive_decoding(tmp_path):

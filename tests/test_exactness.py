@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import re
 from collections.abc import Callable
 
 import jax
@@ -25,20 +26,22 @@ from specdec_jax.core.verify.blocks import BlockVerifier
 from specdec_jax.core.verify.lossy import TypicalVerifier
 from specdec_jax.core.verify.tokens import TokenVerifier
 from specdec_jax.errors import InputError
-from specdec_jax.exactness.compare import (
-  cells_of,
-  compare_argmax,
-  compare_samples,
-)
-from specdec_jax.exactness.near_ties import (
+from specdec_jax.exactness.argmax import (
   Divergence,
   Rounding,
+  compare_argmax,
   first_divergences,
   node_moves,
   share_of,
 )
 from specdec_jax.exactness.paths import plans_of, rounds_of_self_draft, shapes_of
-from specdec_jax.exactness.prefix_chi2 import Comparison, compare, cut_into_cells
+from specdec_jax.exactness.samples import (
+  Comparison,
+  cells_of,
+  compare,
+  compare_samples,
+  cut_into_cells,
+)
 from specdec_jax.models.layers import RelativePositionBias
 from specdec_jax.models.simulated import SimulatedModel
 
@@ -220,7 +223,7 @@ def with_target(change):
   """Return a pair whose target's `extend` is `change`, a function of (model, params, cache,
   *block)."""
   pair = tiny_pair.pair()
-  return tiny_pair.changed(pair, model=tiny.ChangedModel(pair.target.model, change))
+  return pair._replace(target=tiny.ChangedModel(pair.target.model, change))
 
 
 @pytest.mark.parametrize("fault", JUDGES)
@@ -482,24 +485,17 @@ def test_cells_cover_all_probability():
     assert p * 1000 >= 5 - 1e-9
 
 
-def test_text_is_counted_in_its_longest_prefix():
+def test_texts_are_counted_in_their_longest_prefix_and_small_cells_are_merged():
   cells = {(): 0.2, (3,): 0.3, (3, 4): 0.1, (5,): 0.4}
   texts = [(3, 4)] * 10 + [(3, 9)] * 30 + [(5, 3)] * 40 + [(7, 7)] * 20
   exact = compare(cells, texts)
   assert exact == Comparison(0.0, 3, 100, 4, 0) and exact.p_value == 1
   assert compare(cells, texts[10:] + [(7, 7)] * 10).statistic == pytest.approx(10 + 100 / 20)
-
-
-def test_small_cells_are_merged():
   cells = {(): 0.01, (3,): 0.02, (4,): 0.03, (5,): 0.94}
-  texts = [(5,)] * 94 + [(4,)] * 6
-  assert compare(cells, texts) == Comparison(0.0, 1, 100, 2, 0)
+  assert compare(cells, [(5,)] * 94 + [(4,)] * 6) == Comparison(0.0, 1, 100, 2, 0)
   # They are too small alone, so the next larger cell is merged with them.
   assert compare({(): 0.01, (3,): 0.99}, [(3,)] * 100).degrees == 0
-
-
-def test_impossible_text_is_a_fault():
-  assert Comparison(0.0, 3, 100, 4, 1).p_value == 0
+  assert Comparison(0.0, 3, 100, 4, 1).p_value == 0  # an impossible text is a fault
 
 
 # The command.
@@ -520,38 +516,65 @@ def check(**changes):
   check_exactness(changes.pop("pair", tiny_pair.pair()), **{**settings, **changes})
 
 
+def report(capsys):
+  """Return the rows of the printed table, with the cells in a row, and the lines below it."""
+  said = capsys.readouterr().out.splitlines()
+  start = next(i for i, line in enumerate(said) if line.split()[:2] == ["check", "setting"])
+  rows = [re.split(r" {2,}", line) for line in said[start + 1 :] if not line.startswith(" ")]
+  return [row for row in rows if len(row) > 1], [row[0] for row in rows if len(row) == 1]
+
+
 def test_correct_pair_passes(capsys):
   check(long_tokens=40)
-  said = capsys.readouterr().out
-  assert said.count("ok  ") == 12 and "FAIL" not in said
-  assert "12 of 12 checks hold, in float32 on cpu" in said
-  assert "4 of 4 texts identical" in said and "top-k 10, autoregressive" in said
-  assert "verification, gamma 2: logits differ" in said
-  assert "gamma 2, long texts, batch 4: 4 of 4 texts identical, 40 tokens each" in said
-  assert "400 outputs, first 4 tokens in" in said
-  assert "gamma 2, rounds: " in said and "gamma 2, long texts, rounds: " in said
-  assert "ok   acceptance in all rounds: " in said and "in acceptance would be detected" in said
-  assert said.count("a temperature wrong by") == 2  # of draft tokens and of next tokens
-  assert "ok   independence within rounds: 9 correlations" in said
-  assert "ok   independence between rounds: 119 correlations" in said
+  rows, notes = report(capsys)
+  assert [row[0] for row in rows] == ["ok"] * 12
+  assert notes == ["12 of 12 checks hold, in float32 on cpu."]
+  setting = "temperature 1 top-k 10, gamma 2"
+  assert [row[1:3] for row in rows] == [
+    ["logits", "gamma 2"],
+    ["rounds", f"{setting}, batch 32"],
+    ["rounds", f"{setting}, long texts, batch 8"],
+    *(
+      [check, "all rounds"]
+      for check in (
+        "acceptance",
+        "guesses",
+        "next tokens",
+        "independence within rounds",
+        "independence between rounds",
+      )
+    ),
+    ["outputs", "temperature 0, gamma 2, batch 4"],
+    ["outputs", "temperature 0, gamma 2, long texts, batch 4"],
+    ["samples", f"{setting}, batch 4"],
+    ["samples", "temperature 1 top-k 10, autoregressive, batch 4"],
+  ]
+  found = {check: row for _, check, *row in rows}
+  assert "detects a bias of" in found["acceptance"][-1]
+  assert "detects a temperature wrong by" in found["next tokens"][-1]
+  assert found["independence between rounds"][-1].startswith("119 correlations")
+  assert found["outputs"][1] == "4 of 4" and "40 tokens each" in found["outputs"][-1]
+  assert "400 outputs, first 4 tokens in" in found["samples"][-1]
+  assert float(found["samples"][1].removeprefix("p = ")) > 1e-3
 
 
 def test_trees_are_checked_and_a_verifier_without_scored_rounds_is_named(capsys):
   pair = dataclasses.replace(tiny_pair.pair(), verifier=BlockVerifier)
   check(pair=pair, gammas=(), trees=[(0, 0, 1)], num_texts=1)
-  said = capsys.readouterr().out
-  assert said.count("ok  ") == 4 and "4 of 4 checks hold" in said
-  assert "top-k 10, tree (0, 0, 1), batch 4: " in said and "on each of the tree's paths" in said
-  assert "For BlockVerifier, outputs were checked, but not rounds." in said
+  rows, notes = report(capsys)
+  assert [row[:2] for row in rows] == [["ok", c] for c in ("logits", "outputs", *["samples"] * 2)]
+  assert rows[2][2] == "temperature 1 top-k 10, tree (0, 0, 1), batch 4"
+  assert "on each of the tree's paths" in rows[1][-1]
+  assert notes[0] == "For BlockVerifier, outputs were checked, but not rounds."
 
 
 def test_dynamic_trees_are_checked_without_their_rounds(capsys):
   check(gammas=(), dynamic=[(5, 2)])
-  said = capsys.readouterr().out
-  assert "temperature 0, dynamic tree 5/2, batch 4: 4 of 4 texts identical; the target as" in said
-  assert "on each of the tree's paths in turn\n" in said
-  assert "top-k 10, dynamic tree 5/2, batch 4: " in said and "4 of 4 checks hold" in said
-  assert "For dynamic trees, outputs were checked, but not rounds." in said
+  rows, notes = report(capsys)
+  assert rows[1][:4] == ["ok", "outputs", "temperature 0, dynamic tree 5/2, batch 4", "4 of 4"]
+  assert "with the target as draft on each of the tree's paths in turn" in rows[1][-1]
+  assert len(rows) == 4 and {row[0] for row in rows} == {"ok"}
+  assert notes[0] == "For dynamic trees, outputs were checked, but not rounds."
 
 
 def test_fault_is_printed_and_exits_with_status_1(capsys):
@@ -564,10 +587,10 @@ def test_fault_is_printed_and_exits_with_status_1(capsys):
       pair=dataclasses.replace(tiny_pair.pair(), verifier=forgets_top_k),
       samplings=[Sampling(top_k=10)],
     )
-  said = capsys.readouterr().out
   assert ended.value.code == 1
-  assert "FAIL temperature 1 top-k 10, gamma 2, batch 4: 400 outputs, " in said
-  assert "of them impossible" in said
+  row = next(row for row in report(capsys)[0] if row[1] == "samples")
+  assert row[:4] == ["FAIL", "samples", "temperature 1 top-k 10, gamma 2, batch 4", "p = 0"]
+  assert "of them impossible" in row[-1]
 
 
 def test_correct_pair_with_processors_passes(capsys):
@@ -577,7 +600,7 @@ def test_correct_pair_with_processors_passes(capsys):
   check(samplings=[Sampling()], gammas=(), trees=[(0, 0, 1)], generation=generation)
   said = capsys.readouterr().out
   assert "Logits processors: RepetitionPenalty, NoRepeatNgram, MinLength, ForcedTokens." in said
-  assert "FAIL" not in said and said.count("ok  ") == 9
+  assert "FAIL" not in said and said.count("\nok  ") == 9
 
 
 @pytest.mark.parametrize("fault, temperature", [(FAULTS[0], 1.0), (FAULTS[1], 0.0)])
@@ -597,9 +620,10 @@ def test_wrong_text_of_processors_is_a_fault(fault, temperature, monkeypatch, ca
 def test_samples_that_are_too_few_to_count_are_not_checked(capsys):
   """Only the remaining checks decide, as for random weights, whose prefixes are all improbable."""
   check(samplings=[Sampling(top_k=10)], samples_per_text=1)
-  said = capsys.readouterr().out
-  assert "--   temperature 1 top-k 10, gamma 2, batch 4: not checked, because no prefix" in said
-  assert "FAIL" not in said
+  rows, _ = report(capsys)
+  samples = [row for row in rows if row[1] == "samples"]
+  assert {row[0] for row in samples} == {"--"} and samples[0][3] == "not checked"
+  assert {row[0] for row in rows} == {"ok", "--"}
 
 
 @pytest.mark.parametrize(

@@ -38,7 +38,7 @@ RULES = [
   ("(?!commands|serve|run).*", r"specdec_jax\.(commands|run)", "generate -> specdec_jax.run"),
   (".*", "experiments|scripts|tests", "load -> experiments.summaries.replay"),
   ("core|theory|beams", "flax", "core.sampling -> flax.linen"),
-  (r"(?!run|t5x|serve\.decode).*", "gin|absl", "commands.train -> absl.flags"),
+  (r"(?!run|serve\.decode).*", "gin|absl", "commands.train -> absl.flags"),
   ("(?!data|t5x).*", "seqio|t5x|tensorflow.*", "train.batches -> tensorflow_datasets"),
   (r"(?!measure\.(report|tables)).*", "matplotlib|pandas|jinja2", "measure.speed -> pandas"),
   (".*", "torch|ctranslate2|optimum|llama_cpp", "data.text -> torch"),

@@ -20,7 +20,7 @@ from specdec_jax.core.verify.tokens import TokenVerifier
 from specdec_jax.data.pieces import EOS_ID
 from specdec_jax.drafts.ngram import NgramDraft, fit_ngrams, load_ngrams, save_ngrams
 from specdec_jax.errors import InputError
-from specdec_jax.exactness.compare import compare_samples
+from specdec_jax.exactness.samples import compare_samples
 from specdec_jax.models.t5 import T5Model
 
 V = 24

@@ -24,20 +24,20 @@ from specdec_jax.drafts import model
 from specdec_jax.drafts.model import ModelDraft
 from specdec_jax.drafts.prompt_lookup import PromptLookupDraft
 from specdec_jax.exactness import round_scores
-from specdec_jax.exactness.dependence import between_rounds, within_rounds
 from specdec_jax.exactness.martingale import (
   MIN_PROB,
-  TOKEN_DRIFTS,
+  TOKEN_SCORES,
   Drift,
   RoundScores,
   Scores,
   acceptance_drift,
+  between_rounds,
   detectable_bias,
   detectable_temperature,
   drifts,
   joined,
-  log_drift,
-  total,
+  token_drift,
+  within_rounds,
 )
 
 pytestmark = pytest.mark.slow
@@ -124,8 +124,8 @@ def test_exact_rounds_pass(sampling, noise, num_guesses, bias):
   assert detectable_bias(guesses, LEVEL) < bias and acceptance_drift(guesses).p_value > LEVEL
   certain = found.next.spread < 1e-7  # a token that was the only possible one has rank 0
   assert np.abs(found.next.rank[certain]).max() < 1e-3
-  for drift in TOKEN_DRIFTS.values():
-    assert min(drift(found.guess).p_value, drift(found.next).p_value) > LEVEL
+  for kind in TOKEN_SCORES:
+    assert min(token_drift(x, kind).p_value for x in (found.guess, found.next)) > LEVEL
   joint = [*within_rounds(found).values(), *between_rounds(found).values()]
   assert min(drift.p_value for drift in joint) > LEVEL
   assert 0.8 < np.std([drift.z for drift in joint]) < 1.2  # 128 of them
@@ -303,7 +303,7 @@ def test_draft_that_samples_at_another_temperature_than_it_reports_is_detected(m
 
   monkeypatch.setattr(model, "sample_logits", colder)
   found = judged(table_pair(noise=0.5), num_guesses=90_000)
-  assert log_drift(found.guess).p_value < LEVEL
+  assert token_drift(found.guess, "log-probability").p_value < LEVEL
   assert detectable_temperature(found.at(*range(GAMMA)).guess, LEVEL) < 0.03
   assert min(lowest(found)[kind] for kind in ("acceptance", "next tokens")) > LEVEL
 
@@ -421,7 +421,7 @@ def test_stated_detectable_temperature_is_detected_9_times_in_10():
 
 def test_scores_of_batches_add_up():
   parts = [Drift(1.0, 4.0, 0.5), Drift(-3.0, 5.0, 1.0)]
-  assert total(parts) == Drift(-2.0, 9.0, 1.0)
+  assert parts[0].plus(parts[1]) == Drift(-2.0, 9.0, 1.0)
 
 
 def test_deterministic_acceptance_needs_no_variance():

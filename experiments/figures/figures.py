@@ -22,7 +22,6 @@ from matplotlib.patches import Patch, Rectangle
 
 from experiments.paper.paper import PaperRow, load_table
 from specdec_jax import theory
-from specdec_jax.commands.translate import decode_lines
 from specdec_jax.core.atomic_files import atomic_write
 from specdec_jax.core.loading import DecodeSettings
 from specdec_jax.core.sampling import Sampling
@@ -33,6 +32,7 @@ from specdec_jax.measure.rounds import Round, read_rounds
 from specdec_jax.measure.tables import sampling_text
 from specdec_jax.pair import Pair
 from specdec_jax.run import parse_gin
+from specdec_jax.serve.lines import decode_lines
 
 # Colours that colour-blind readers can distinguish (Okabe and Ito).
 BLUE, SKY, GREEN, RED = "#0072B2", "#56B4E9", "#009E73", "#D55E00"
@@ -442,7 +442,7 @@ def trace(pair: Pair, text: str, gamma: int = 7, temperature: float = 0.0, seed:
     seed: random seed.
   """
   settings = DecodeSettings(Sampling(temperature), max_new_tokens=64, seed=seed)
-  ((_, (decoded,)),) = decode_lines(pair, [text], chain(gamma), settings)
+  ((_, decoded),) = decode_lines(pair, [text], chain(gamma), settings)
   rounds = read_rounds(decoded, 0, pair.vocabulary.pieces)
   count = f"{int(decoded.lengths[0])} tokens from {len(rounds)} target forward passes"
   title = f"{count}, γ = {gamma}, temperature {temperature:g}"

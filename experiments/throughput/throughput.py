@@ -7,7 +7,6 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 from rich.console import Console
 
-from specdec_jax.commands.translate import decode_lines
 from specdec_jax.core.counts import acceptance_rate, num_rounds, num_tokens
 from specdec_jax.core.loading import DecodeSettings
 from specdec_jax.core.sampling import Sampling
@@ -29,6 +28,7 @@ from specdec_jax.measure.tables import (
   render,
 )
 from specdec_jax.pair import Pair
+from specdec_jax.serve.lines import decode_lines
 
 
 def measure_throughput(
@@ -93,7 +93,7 @@ def _measured(
 
   def decode(lines: Iterable[str]) -> tuple[list[str], list[DecodeResult]]:
     outputs, decoded = zip(*decode_lines(pair, lines, tree, settings))
-    return [*itertools.chain(*outputs)], [*itertools.chain(*decoded)]
+    return [*outputs], [*filter(None, decoded)]
 
   # `decode_lines` decodes an iterator batch by batch, and a sequence by continuous batching.
   calls = [lambda: decode(iter(texts)), lambda: decode(texts)]

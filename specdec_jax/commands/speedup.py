@@ -4,7 +4,6 @@ import dataclasses
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Literal
 
-from specdec_jax.commands.translate import decode_lines
 from specdec_jax.core.loading import DecodeSettings
 from specdec_jax.core.sampling import Sampling
 from specdec_jax.core.trees import AnyTree, DynamicTree, chain
@@ -17,6 +16,7 @@ from specdec_jax.measure.speed import Baseline, own_baseline, speed_steps
 from specdec_jax.measure.sweep import sweep
 from specdec_jax.measure.tables import BUDGET, ROOFLINE, Table, records_table, speed_table
 from specdec_jax.pair import Pair
+from specdec_jax.serve.lines import decode_lines
 
 
 def speedup(
@@ -97,7 +97,9 @@ def decode_examples(
     shape = pair.guesses(each.sampling, tree)
     num_nodes = None if shape.is_chain else shape.num_nodes
     parents = () if isinstance(shape, DynamicTree) else shape.parents
-    batches = decode_lines(pair, texts, tree, dataclasses.replace(each, batch_size=1))
-    for text, ((output,), (decoded,)) in zip(texts, batches):
+    outputs = decode_lines(pair, texts, tree, dataclasses.replace(each, batch_size=1))
+    for text, (output, decoded) in zip(texts, outputs):
+      if decoded is None:
+        continue
       rounds = read_rounds(decoded, 0, pair.vocabulary.pieces, parents)
       yield Example(text, output, each.sampling.temperature, shape.depth, rounds, num_nodes)

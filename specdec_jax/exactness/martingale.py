@@ -1,4 +1,4 @@
-"""Tests of single tokens: guesses, their acceptance, and the tokens that the target samples.
+"""Martingale tests of draft tokens, their acceptance, and the tokens that the target samples.
 
 Output is exact if three conditions hold in every round:
 
@@ -9,12 +9,17 @@ Output is exact if three conditions hold in every round:
 
 Each condition gives scores that have mean 0 and a known bound on their variance, given all earlier
 tokens. Sums of such scores are martingales. Freedman's inequality bounds how far such a sum drifts,
-for any number of tokens. The joint distribution of several tokens is tested by `dependence`.
+for any number of tokens.
+
+The product of a score and the score of an earlier token has mean 0, too, and a bound on its
+variance is known. Sums of such products are martingales as well. If random numbers are used twice,
+these sums drift away from 0, even if each token alone has the correct distribution
+(`within_rounds`, `between_rounds`).
 """
 
-import functools
 import math
-from collections.abc import Callable, Iterable, Sequence
+import operator
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -26,6 +31,7 @@ MAX_WEIGHT = 50.0  # largest weight of a guess in the acceptance test over all r
 # bound, which pays off only with many guesses.
 MAX_SETTING_WEIGHT = 10.0
 MIN_PROB = 1e-4  # lower bound on probabilities in scores of log-probability
+LAGS = range(1, 17)  # distances, in tokens, between the rounds that are compared
 
 
 class Scores(NamedTuple):
@@ -135,11 +141,6 @@ def joined(parts: Sequence[RoundScores]) -> RoundScores:
   return jax.tree.map(lambda *x: np.concatenate(x), *parts)
 
 
-def total(drifts: Iterable[Drift]) -> Drift:
-  """Return the drift of the union of several disjoint sets of scores, given the drift of each."""
-  return functools.reduce(Drift.plus, drifts)
-
-
 def acceptance_drift(scored: RoundScores, max_weight: float = MAX_WEIGHT) -> Drift:
   """Return the drift of `accepted - probability` over all guesses, with a weight for each guess.
 
@@ -152,47 +153,35 @@ def acceptance_drift(scored: RoundScores, max_weight: float = MAX_WEIGHT) -> Dri
   return Drift(float(scores.sum()), float((weight**2 * a * (1 - a)).sum()), max_weight)
 
 
-def rank_drift(scores: Scores) -> Drift:
-  """Return the drift of the rank scores of sampled tokens."""
-  return Drift(float(scores.rank.sum()), float(scores.spread.sum()), 0.5)
-
-
-def place_drift(scores: Scores) -> Drift:
-  """Return the drift of the place scores of sampled tokens."""
-  return Drift(float(scores.place.sum()), float(scores.spread.sum()), 0.5)
-
-
-def log_drift(scores: Scores) -> Drift:
-  """Return the drift of the log-probability scores of sampled tokens."""
-  return Drift(float(scores.log.sum()), float(scores.log_variance.sum()), -math.log(MIN_PROB))
-
-
-TOKEN_DRIFTS: dict[str, Callable[[Scores], Drift]] = {
-  "rank": rank_drift,
-  "place": place_drift,
-  "log-probability": log_drift,
+# For each kind of score of a sampled token: its fields in `Scores`, and the bound on its absolute
+# value.
+TOKEN_SCORES = {
+  "rank": ("rank", "spread", 0.5),
+  "place": ("place", "spread", 0.5),
+  "log-probability": ("log", "log_variance", -math.log(MIN_PROB)),
 }
 
 
+def token_drift(scores: Scores, kind: str) -> Drift:
+  """Return the drift of the scores of sampled tokens, of a kind in TOKEN_SCORES."""
+  score, variance, largest = TOKEN_SCORES[kind]
+  return Drift(float(getattr(scores, score).sum()), float(getattr(scores, variance).sum()), largest)
+
+
 def drifts(scored: RoundScores, count: int) -> dict[str, list[Drift]]:
-  """Return the drifts of one setting by name.
+  """Return the drifts of one setting by name, per position or for all positions.
 
-  Acceptance, ranks of guesses and ranks of next tokens have one drift per position. Ranks of next
-  tokens have one more drift, for bonus tokens. Each of the other lists has a single drift, which
-  covers all positions.
-
-  Args:
-    scored: scores of the setting.
-    count: number of positions in a round (`round_scores.positions`); for a chain, it is gamma.
+  Ranks of next tokens have one more drift, for bonus tokens.
+  `count` is the number of positions in a round (`round_scores.positions`), gamma for a chain.
   """
   at = [scored.at(i) for i in range(count)]
   return {
     "all acceptance": [acceptance_drift(joined(at), MAX_SETTING_WEIGHT)],
     "acceptance": [acceptance_drift(x, MAX_SETTING_WEIGHT) for x in at],
-    "guesses": [rank_drift(x.guess) for x in at],
-    "guesses' log-probability": [log_drift(scored.guess)],
-    "next tokens": [rank_drift(x.next) for x in (*at, scored.at(-1))],
-    "next tokens' log-probability": [log_drift(scored.next)],
+    "guesses": [token_drift(x.guess, "rank") for x in at],
+    "guesses' log-probability": [token_drift(scored.guess, "log-probability")],
+    "next tokens": [token_drift(x.next, "rank") for x in (*at, scored.at(-1))],
+    "next tokens' log-probability": [token_drift(scored.next, "log-probability")],
   }
 
 
@@ -206,10 +195,8 @@ def detectable_bias(
   infinite if the test detects no bias.
   """
   a, weight = scored.probability, _weight(scored.probability, max_weight)
-  critical, deviations = (
-    acceptance_drift(scored, max_weight).critical(level),
-    stats.norm.isf(1 - power),
-  )
+  critical = acceptance_drift(scored, max_weight).critical(level)
+  deviations = stats.norm.isf(1 - power)
 
   def beyond(bias: float) -> float:
     biased = np.minimum(1, (1 + bias) * a)
@@ -222,13 +209,13 @@ def detectable_bias(
 def detectable_temperature(scores: Scores, level: float, power: float = 0.9) -> float:
   """Return the smallest relative error b of the temperature that the test detects.
 
-  The test is that of `log_drift` at significance level `level`. It detects a temperature of 1 - b
-  times the correct one with probability `power`. Such a temperature multiplies log-probabilities by
-  1 / (1 - b). To first order in b, this moves the mean of each score by b / (1 - b) times the
-  variance of the score, and by more if the score is clipped at log MIN_PROB. The result is infinite
-  if all scores have variance 0.
+  The test is that of the log-probability scores at significance level `level`. It detects a
+  temperature of 1 - b times the correct one with probability `power`. Such a temperature multiplies
+  log-probabilities by 1 / (1 - b). To first order in b, this moves the mean of each score by
+  b / (1 - b) times the variance of the score, and by more if the score is clipped at log MIN_PROB.
+  The result is infinite if all scores have variance 0.
   """
-  drift, deviations = log_drift(scores), stats.norm.isf(1 - power)
+  drift, deviations = token_drift(scores, "log-probability"), stats.norm.isf(1 - power)
   if not drift.variance:
     return math.inf
   tilt = (drift.critical(level) + deviations * math.sqrt(drift.variance)) / drift.variance
@@ -237,3 +224,129 @@ def detectable_temperature(scores: Scores, level: float, power: float = 0.9) -> 
 
 def _weight(probability: np.ndarray, max_weight: float) -> np.ndarray:
   return 1 / np.maximum(1 - probability, 1 / max_weight)
+
+
+# Joint distributions. Each test has the name of the tokens whose scores are multiplied.
+
+_Scored = tuple[np.ndarray, np.ndarray, float]  # scores, their variances, and their bound
+
+
+def within_rounds(scored: RoundScores) -> dict[str, Drift]:
+  """Correlate scores of tokens and of acceptance with earlier scores of the same round."""
+  drafted, sampled = scored.where(scored.position >= 0), scored.where(scored.next.spread > 0)
+  # `first_child` has the first child at each slot, and `opening` the first guess of each round.
+  first_child = drafted.where(drafted.sibling == 0)
+  opening = first_child.where(first_child.slot == first_child.start)
+  correlations: dict[str, Drift] = {}
+  for name in ("rank", "place"):
+    of = operator.attrgetter(f"guess.{name}")
+    follows = getattr(sampled.next, name), sampled.next.spread, 0.5
+    first = _at(opening, of(opening), sampled.row, sampled.start)
+    rejected = _at(drafted, of(drafted), sampled.row, sampled.slot)
+    is_bonus = sampled.position < 0
+    last = np.where(is_bonus, _before(drafted, of(drafted), sampled), rejected)
+    before = _before(first_child, of(first_child), first_child)
+    guesses = of(first_child), first_child.guess.spread, 0.5
+    for what, later, earlier in (
+      ("next token with the round's first guess", follows, first),
+      ("next token with the last verified guess", follows, last),
+      ("guess with the guess before", guesses, before),
+      ("acceptance with its guess", _acceptance(drafted), of(drafted)),
+    ):
+      correlations[f"{what}, by {name}"] = _product(later, earlier, 0.5)
+  later = _acceptance(first_child)
+  before = _before(first_child, later[0], first_child)
+  correlations["acceptance with the acceptance before"] = _product(later, before, 1.0)
+  return correlations
+
+
+def between_rounds(scored: RoundScores, lags: range = LAGS) -> dict[str, Drift]:
+  """Correlate scores at a given distance in an output, and scores of neighboring outputs.
+
+  Pairs of scores of four kinds are correlated:
+
+  - guesses at the same position of two rounds, at the distance between the starts of the rounds;
+  - the acceptance of such guesses, at the same distance;
+  - the next tokens of two rounds, at the distance between the starts of the rounds;
+  - any two guesses that are first children, of one round or of two, at the distance between their
+    slots.
+
+  In neighboring outputs (consecutive rows), the distance is 0.
+  """
+  correlations: dict[str, Drift] = {}
+  for name, score, variance, largest in [*_grids(scored)]:
+    for lag in lags:
+      if lag < score.shape[1]:
+        later = score[:, lag:], variance[:, lag:], largest
+        correlations[f"{name} {lag} tokens apart"] = _product(later, score[:, :-lag], largest)
+    later = score[1:], variance[1:], largest
+    correlations[f"{name} of neighboring outputs"] = _product(later, score[:-1], largest)
+  return correlations
+
+
+def _grids(scored: RoundScores) -> Iterator[tuple[str, np.ndarray, np.ndarray, float]]:
+  """Yield name, scores, variances and bound of each kind of scores that `between_rounds` uses.
+
+  The arrays have the shape [rows, slots, columns], and are 0 where nothing was sampled. A row is an
+  output, and a slot is the index of a token in it. Scores of a guess and of its acceptance are at
+  the slot of the guess; the score of a next token is at the slot at which its round began. A column
+  is a position of a guess in its round; other scores have a single column.
+  """
+  drafted, sampled = scored.where(scored.position >= 0), scored.where(scored.next.spread > 0)
+  first_child = drafted.where(drafted.sibling == 0)
+  shape = int(scored.row.max() - scored.row.min()) + 1, int(scored.slot.max()) + 1
+
+  def put(part: RoundScores, slot: np.ndarray, columns: Any, score: Any, variance: Any) -> Any:
+    whole = np.zeros((2, *shape, int(np.max(columns, initial=0)) + 1))
+    row = (part.row - scored.row.min()).astype(int)
+    whole[:, row, slot.astype(int), np.asarray(columns).astype(int)] = score, variance
+    return whole
+
+  for name in ("rank", "place"):
+    for what, part, scores, slot, columns in (
+      ("guesses of rounds", drafted, drafted.guess, drafted.slot, drafted.position),
+      ("any guesses", first_child, first_child.guess, first_child.slot, 0),
+      ("next tokens of rounds", sampled, sampled.next, sampled.start, 0),
+    ):
+      yield (
+        f"{what}, by {name},",
+        *put(part, slot, columns, getattr(scores, name), scores.spread),
+        0.5,
+      )
+  score, variance, largest = _acceptance(drafted)
+  yield (
+    "acceptance in rounds",
+    *put(drafted, drafted.slot, drafted.position, score, variance),
+    largest,
+  )
+
+
+def _acceptance(scored: RoundScores) -> _Scored:
+  a = scored.probability
+  return scored.accepted - a, a * (1 - a), 1.0
+
+
+def _at(scored: RoundScores, values: np.ndarray, row: np.ndarray, slot: np.ndarray) -> np.ndarray:
+  """Return the value of the last guess at each given row and slot, or 0 if there is no guess.
+
+  `values` has one value for each guess in `scored`.
+  """
+  if not len(scored.row):
+    return np.zeros(len(row))
+  first, width = scored.row.min(), int(max(scored.slot.max(), slot.max(initial=0))) + 2
+  table = np.zeros((int(max(scored.row.max(), row.max(initial=first)) - first) + 1, width))
+  table[(scored.row - first).astype(int), scored.slot.astype(int)] = values
+  return table[np.maximum(row - first, 0).astype(int), slot.astype(int)] * (row >= first)
+
+
+def _before(scored: RoundScores, values: np.ndarray, later: RoundScores) -> np.ndarray:
+  """Return the value of the guess one slot before each token of `later`; 0 where a round starts."""
+  return _at(scored, values, later.row, later.slot - 1) * (later.slot > later.start)
+
+
+def _product(later: _Scored, earlier: np.ndarray, bound: float) -> Drift:
+  """Return the drift of products of scores with earlier scores, which have the given bound."""
+  score, variance, largest = later
+  return Drift(
+    float((score * earlier).sum()), float((variance * earlier**2).sum()), largest * bound
+  )

@@ -89,9 +89,7 @@ def shapes_of(tree: DynamicTree, count: int = 3) -> list[Tree]:
   for seed in range(count):
     rng = np.random.default_rng(seed)
     depth = min(tree.depth, tree.num_guesses)
-    nodes = [
-      tuple([0] * length) for length in range(depth + 1)
-    ]  # a node is given by the ranks on its path
+    nodes = [(0,) * length for length in range(depth + 1)]  # the ranks on the path to each node
     while len(nodes) <= tree.num_guesses:
       parent = nodes[rng.integers(len(nodes))]
       if len(parent) < tree.depth:
@@ -104,10 +102,9 @@ def shapes_of(tree: DynamicTree, count: int = 3) -> list[Tree]:
 
 @dataclasses.dataclass(frozen=True)
 class PathDraft(ModelDraft):
-  """A draft that places the next tokens from its model on one path of the tree.
+  """A draft that places the next tokens from its model on one path, and others on other nodes.
 
-  Different tokens are on the other nodes. The path changes from round to round and from row to row.
-  At temperature 0, the whole path is accepted if the model is the target.
+  The path changes from round to round and from row to row.
   """
 
   def init(self, params: Any, context: Context, hidden: Array) -> Any:
@@ -146,8 +143,8 @@ def rounds_of_self_draft(
   Returns:
     The number of rounds, and the smallest possible number of rounds, summed over all texts.
   """
-  build = functools.partial(PathDraft if by_paths else ModelDraft, pair.target.model)
-  self_pair = pair.with_draft(DraftSpec(pair.target.name, build, pair.target.params))
+  draft = functools.partial(PathDraft if by_paths else ModelDraft, pair.target.model)
+  self_pair = pair.with_draft(DraftSpec(pair.target.name, draft, pair.target.params))
   decode = self_pair.decode_fn(Sampling(temperature=0.0), tree, processors=processors)
   if by_paths:
     lengths = plans_of(tree).lengths
@@ -178,8 +175,8 @@ def batches(
   that each program is compiled once.
 
   Yields:
-    The numbers of the rows [B], counted from 0 over all batches; their prompts [B, P]; and the
-    number of rows before those that fill up the batch.
+    The numbers of the rows [B], counted over all batches; their prompts [B, P]; and the number of
+    rows that are not repeated.
   """
   prompts = pair.prompt(texts)
   for first in range(0, len(texts), batch_size):

@@ -106,8 +106,7 @@ def recorded(
 ) -> Decode:
   """Return a function that decodes as `pair.decoder` does, and also returns `TriedGuesses`.
 
-  The function runs the rounds of the decoding loop, with a draft that records its proposals and
-  their outcomes. If `eos_id` is None, the EOS of the pair's vocabulary ends a text.
+  If `eos_id` is None, the EOS of the pair's vocabulary ends a text.
   """
   draft = pair.draft.build(sampling, tree, DraftOptions(processors))
   draft = RecordingDraft(draft, pair.target.model.vocab_size)
@@ -121,10 +120,6 @@ class RecordingDraft(WrappedDraft):
   """A draft that wraps another one and records in its state the guesses at every slot.
 
   As in a cache, the next round overwrites the slots past the text.
-
-  Attributes:
-    draft: the wrapped draft.
-    vocab_size: size of the vocabulary, V.
   """
 
   vocab_size: int
@@ -193,17 +188,10 @@ def score_rounds(
 ) -> RoundScores:
   """Decode texts until `num_guesses` guesses have been verified, and return the scores of rounds.
 
-  Texts are decoded repeatedly if necessary.
-
-  Args:
-    pair: target and draft; the target computes p, in one forward pass over the decoded text.
-    texts: sources.
-    decode: see `recorded`.
-    settings: settings of decoding. The recorded q take 4 V W bytes for each token of a batch, with
-      a vocabulary of V tokens and W children per node.
-    num_guesses: minimum number of guesses. The decision to stop depends on earlier rounds only, so
-      the means of the scores stay 0.
-    processors: logits processors that `decode` applies. They also apply to p.
+  Texts are decoded repeatedly if necessary. The decision to stop depends on earlier rounds only, so
+  the means of the scores stay 0. The recorded q take 4 V W bytes for each token of a batch, with a
+  vocabulary of V tokens and W children per node. `decode` comes from `recorded`, with the same
+  logits processors, which also apply to p.
   """
   prompts, parts, count, first = pair.prompt(texts), [], 0, 0
   batch_size = settings.batch_size
@@ -233,8 +221,8 @@ def _scores(
 ) -> tuple[Array, RoundScores]:
   """Return which guesses were verified, and their scores, all with shape [B, T, W].
 
-  A bonus token has no guess; its scores are those of a first child that does not exist. This child
-  counts as verified. Entries past the end of a row are arbitrary.
+  A bonus token has no guess; its scores are those of a first child that does not exist. Entries
+  past the end of a row are arbitrary.
   """
   target, limit = pair.target.model, settings.max_new_tokens
   exists, visited, probability, drawn = _outcomes(

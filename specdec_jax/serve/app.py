@@ -23,12 +23,7 @@ class Server:
   """HTTP server of a service. Its event loop runs in a thread of its own."""
 
   def __init__(self, service: Service, listener: socket.socket):
-    """Start to accept connections.
-
-    Args:
-      service: pair that is served.
-      listener: socket that listens.
-    """
+    """Start to accept connections at a socket that listens."""
     self._service = service
     app = Starlette(
       routes=[

@@ -20,16 +20,12 @@ from specdec_jax.core.types import DecodeResult
 from specdec_jax.data.vocabulary import padded
 from specdec_jax.errors import InputError
 from specdec_jax.generate import GenerateCall, Output, generation_config, sample_keys
-from specdec_jax.serve.engine import Closed, Text
-from specdec_jax.serve.protocol import (
-  CompletionRequest,
-  RequestError,
-  choice_json,
-  input_errors,
-  logprobs_json,
-  usage_json,
-)
+from specdec_jax.serve.engine import Closed
+from specdec_jax.serve.protocol import CompletionRequest, RequestError, input_errors
 from specdec_jax.serve.service import Service
+from specdec_jax.serve.slots import Text
+
+_LOWEST = -9999.0  # replaces -inf, the logarithm of 0, which JSON cannot represent
 
 
 class Choice:
@@ -70,22 +66,31 @@ class Choice:
     piece = self.text[self._num_chars :]
     if not (piece or self.ended):
       return None
-    logprobs, reason = None, None
-    if self.output.logprobs is not None:
-      vocabulary = self._call.pair.vocabulary
-      logprobs = logprobs_json(self.output, self._num_tokens, vocabulary, len(self.text))
+    choice: dict[str, Any] = {"index": self._index, "text": piece, "logprobs": self._logprobs()}
+    choice["finish_reason"] = None
     if self.ended:
-      reason = "length" if self.output.finish_reason == "length" else "stop"
-    self._num_chars, self._num_tokens = len(self.text), len(self.output.tokens)
-    choice = choice_json(self._index, piece, reason, logprobs)
-    if self.ended:
+      choice["finish_reason"] = "length" if self.output.finish_reason == "length" else "stop"
       length = self.output.acceptance_length
       choice["specdec"] = {"rounds": self.num_rounds, "acceptance_length": length}
+    self._num_chars, self._num_tokens = len(self.text), len(self.output.tokens)
     return choice
+
+  def _logprobs(self) -> dict[str, Any] | None:
+    """Return the tokens that were not sent yet and their log-probabilities."""
+    assert self.output is not None
+    if self.output.logprobs is None:
+      return None
+    words, tokens, start = self._call.pair.vocabulary, self.output.tokens.tolist(), self._num_tokens
+    lengths = (len(words.decode(tokens[:i])) for i in range(start, len(tokens)))
+    return {
+      "tokens": words.pieces(tokens[start:]),
+      "token_logprobs": [max(value, _LOWEST) for value in self.output.logprobs[start:].tolist()],
+      "top_logprobs": None,
+      "text_offset": [min(length, len(self.text)) for length in lengths],
+    }
 
   @property
   def num_rounds(self) -> int:
-    """Number of rounds of the output."""
     assert self.output is not None and self.output.rounds is not None
     return len(self.output.rounds.num_emitted)
 
@@ -98,12 +103,7 @@ class Completion:
   """
 
   def __init__(self, service: Service, request: CompletionRequest, start: float):
-    """Validate a request and put its texts into the queue.
-
-    Args:
-      service: pair that is served.
-      request: the request.
-      start: time at which the request arrived (`time.monotonic`).
+    """Validate a request that arrived at time `start`, and put its texts into the queue.
 
     Raises:
       RequestError: the request is invalid, the queue is full or the server is being stopped.
@@ -250,13 +250,17 @@ class Completion:
   def _num_tokens(self) -> int:
     return sum(len(choice.output.tokens) for choice in self._choices if choice.output)
 
+  @property
+  def _usage(self) -> dict[str, int]:
+    prompt, new = self._num_prompt_tokens, self._num_tokens
+    return {"prompt_tokens": prompt, "completion_tokens": new, "total_tokens": prompt + new}
+
   async def _send(self, scope: Any, receive: Any, send: Any) -> None:
     """Send the whole answer as JSON."""
     async for _ in self._progress():
       pass
     choices = [choice.take() for choice in self._choices]
-    usage = usage_json(self._num_prompt_tokens, self._num_tokens)
-    body = {**self._header, "choices": choices, "usage": usage}
+    body = {**self._header, "choices": choices, "usage": self._usage}
     await JSONResponse(body)(scope, receive, send)
 
   async def _stream(self, send: Any) -> None:
@@ -271,8 +275,7 @@ class Completion:
       if piece is not None:
         await _send_event(send, {**header, "choices": [piece]})
     if self._request.include_usage:
-      usage = usage_json(self._num_prompt_tokens, self._num_tokens)
-      await _send_event(send, {**header, "choices": [], "usage": usage})
+      await _send_event(send, {**header, "choices": [], "usage": self._usage})
     await _send_event(send, "[DONE]", more=False)
 
   @functools.cached_property

@@ -35,10 +35,10 @@ def t5x_decode(
   eos_id: int = 1,
   beams: int | None = None,
 ) -> DecodeResult:
-  """Decode with t5x's T5 and `temperature_sample` or `beam_search`.
+  """Decode with t5x's T5 and `temperature_sample` or, with `beams`, `beam_search`.
 
-  Records name this baseline 't5x'. Unlike this package, t5x can also emit tokens from the padding
-  of a vocabulary.
+  Unlike this package, t5x can also emit tokens from the padding of a vocabulary. It does not report
+  its forward passes, so one round per token is recorded.
 
   Args:
     config: configuration of the target, without `fused`.
@@ -46,13 +46,9 @@ def t5x_decode(
     prompt: padded prompts.
     rng: one key per row; only the first key is used.
     max_new_tokens: maximum number of tokens of each row, including EOS.
-    sampling: sampling method, of which only temperature, top_k and top_p apply; not used with
-      beams.
+    sampling: sampling method, of which only temperature, top_k and top_p apply.
     eos_id: token that ends a text; -1 if none does.
-    beams: number of beams of t5x's `beam_search`, whose best text is returned; None for sampling.
-
-  Returns:
-    The texts. t5x does not report its forward passes, so one round per token is recorded.
+    beams: number of beams; None to sample.
   """
   decode_fn = decoding.beam_search if beams else decoding.temperature_sample
   model = models.EncoderDecoderModel(t5x_network(config), None, None, None, decode_fn=decode_fn)

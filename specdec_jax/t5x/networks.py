@@ -1,12 +1,14 @@
 """Conversion between the configurations of t5x's T5 network and of the T5 in `models.t5`.
 
-Both networks take the same tree of parameters.
+Both networks take the same tree of parameters. `extra_ids` fits a vocabulary to a network.
 """
 
 import jax.numpy as jnp
+import seqio
 from flax import linen as nn
 from t5x.examples.t5 import network
 
+from specdec_jax.data.vocabularies import count_extra_ids
 from specdec_jax.errors import InputError
 from specdec_jax.models.config import T5Config
 
@@ -65,3 +67,19 @@ def t5x_network(config: T5Config) -> network.Transformer:
       logits_via_embedding=config.tied_logits,
     )
   )
+
+
+def extra_ids(module: nn.Module, vocabulary: str) -> int:
+  """Return the number of sentinels to add to a SentencePiece model.
+
+  It is 100, as in T5, if the SentencePiece model has no sentinels and the embedding table of the
+  network has exactly the rows that the pieces and 100 sentinels need, with or without padding
+  (`count_extra_ids`). Otherwise it is 0.
+
+  Args:
+    module: the target's network, whose `config.vocab_size` is the number of rows of its table.
+    vocabulary: path of the SentencePiece model.
+  """
+  tokenizer = seqio.SentencePieceVocabulary(vocabulary).tokenizer
+  pieces = [tokenizer.id_to_piece(i) for i in range(tokenizer.get_piece_size())]
+  return count_extra_ids(pieces, module.config.vocab_size)

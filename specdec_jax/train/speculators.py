@@ -1,9 +1,9 @@
 """Training objectives of learned draft heads: small modules that are trained for one target.
 
-The target runs once over each text, teacher-forced. It is frozen, except in `joint_objective`. At
-some positions of the text (anchors) the head drafts the following tokens, as in a round that starts
-there. The distribution of each draft token is trained towards the labels of the batch. For a frozen
-target, these are its distribution given the preceding tokens of the text.
+The frozen target runs once over each text, teacher-forced. At some positions of the text (anchors)
+the head drafts the following tokens, as in a round that starts there. The distribution of each
+draft token is trained towards the labels of the batch, which are the target's distributions given
+the preceding tokens of the text.
 
 Axis letters are those of `core.types`, except that T counts target tokens and N counts draft tokens
 per anchor. A is the number of anchors per text.
@@ -11,7 +11,6 @@ per anchor. A is the number of anchors per text.
 
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import traverse_util
@@ -21,7 +20,7 @@ from specdec_jax.drafts.heads.base import DraftHead, TargetOutputs, gather_posit
 from specdec_jax.errors import InputError
 from specdec_jax.models.families import Config, model_of, with_feature_layers
 from specdec_jax.train.batches import NO_TOKEN, Batch
-from specdec_jax.train.objectives import Divergence, Objective, divergences, model_objective
+from specdec_jax.train.objectives import Divergence, Objective, divergences
 
 
 def speculator_objective(
@@ -44,9 +43,8 @@ def speculator_objective(
   Args:
     head: the draft head.
     target: configuration of the target.
-    target_params: parameters of the target.
-    divergence: divergence between the distributions of the head and of the target
-      (`objectives.divergences`).
+    target_params: parameters of the target, which are frozen.
+    divergence: divergence between head and target (`objectives.divergences`).
     stride: distance between anchors, in tokens. In training, the first anchor is a random one of
       the first `stride` tokens. Some kinds of head choose anchors differently; see their method
       `training_logits`.
@@ -104,53 +102,6 @@ def speculator_objective(
   return Objective(head.init, loss, scores, target_params)
 
 
-def joint_objective(
-  head: DraftHead,
-  target: Config,
-  head_weight: float,
-  target_rate: float,
-  label_smoothing: float = 0.0,
-  divergence: Divergence = "forward_kl",
-  stride: int = 4,
-) -> Objective:
-  """Return the objective of a target and a draft head that are trained together (Medusa-2).
-
-  The loss is that of the target (`objectives.model_objective`) plus `head_weight` times that of the
-  head (`speculator_objective`), whose gradient reaches the target, too, unless the head is of kind
-  'drafter'. Both losses have the labels of the batch. The parameters are {"target": ..., "head":
-  ...}. The validation scores are this loss, the accuracy of the target, and the acceptance length.
-
-  Args:
-    head: the draft head.
-    target: configuration of the target, with the dropout rate of training. Dropout applies to the
-      target's own loss only.
-    head_weight: weight of the head's loss.
-    target_rate: learning rate of the target relative to that of the head.
-    label_smoothing: label smoothing of the target's loss.
-    divergence: divergence between the distribution of the head and the labels.
-    stride: distance between anchors, in tokens.
-  """
-  backbone = model_objective(target, label_smoothing)
-  objective = speculator_objective(head, target, (), divergence, stride)
-
-  def init(rng: Array) -> Any:
-    return {"target": backbone.init(rng), "head": objective.init(rng)}
-
-  def loss(params, frozen: Any, batch: Batch, rng: Array, progress: Array) -> Array:
-    dropout_rng, anchor_rng = jax.random.split(rng)
-    of_target = backbone.loss(params["target"], frozen, batch, dropout_rng, progress)
-    of_head = objective.loss(params["head"], params["target"], batch, anchor_rng, progress)
-    return of_target + head_weight * of_head
-
-  def scores(params, frozen: Any, batch: Batch) -> dict[str, Array]:
-    of_target = backbone.scores(params["target"], frozen, batch)
-    of_head = objective.scores(params["head"], params["target"], batch)
-    valid_loss = of_target["valid_loss"] + head_weight * of_head["valid_loss"]
-    return {**of_target, **of_head, "valid_loss": valid_loss}
-
-  return Objective(init, loss, scores, rates={"target": target_rate, "head": 1.0})
-
-
 def _ratio(total: Array, count: Array) -> Array:
   """Return total / count, or 0 if nothing was counted: texts may be too short for an anchor."""
   return total / jnp.where(count > 0, count, 1)
@@ -163,11 +114,6 @@ def warm_start(params: Any, model_config: Config, model_params: Any) -> Any:
   token embeddings, scaled to variance 1 as in their own initialization. All heads take the matrix
   that maps hidden states to logits. If the model ties this matrix to the embeddings, it is computed
   from them.
-
-  Args:
-    params: random parameters of the head.
-    model_config: configuration of the model.
-    model_params: parameters of the model.
 
   Raises:
     InputError: the head has no token embeddings, or they differ in shape from those of the model.

@@ -16,7 +16,7 @@ from specdec_jax.core.sampling import Sampling
 from specdec_jax.core.trees import chain
 from specdec_jax.core.types import Params
 from specdec_jax.core.verify.tokens import TokenVerifier
-from specdec_jax.exactness.compare import compare_samples
+from specdec_jax.exactness.samples import compare_samples
 from specdec_jax.models.t5 import T5Model
 
 V, LIMIT, EOS, BATCH = 24, 16, 5, 8

@@ -29,7 +29,7 @@ from specdec_jax.errors import InputError
 from specdec_jax.load import load_pair
 from specdec_jax.train.batches import ParallelText
 from specdec_jax.train.objectives import model_objective
-from specdec_jax.train.speculators import joint_objective, speculator_objective
+from specdec_jax.train.speculators import speculator_objective
 from specdec_jax.train.trainer import TrainSettings, train
 
 ROOT = tiny_pair.folder
@@ -49,7 +49,7 @@ def trained(objective, init, path, steps):
 
 def test_loss_and_gradient_are_the_sums_of_both_parts():
   weight, plain = 0.3, dataclasses.replace(CONFIG, dropout_rate=0.0)
-  joint = joint_objective(HEAD, plain, weight, 0.1, label_smoothing=0.1, stride=1)
+  joint = commands.joint_objective(HEAD, plain, weight, 0.1, label_smoothing=0.1, stride=1)
   backbone = model_objective(plain, 0.1)
   head = speculator_objective(HEAD, plain, (), stride=1)
 

@@ -1,6 +1,7 @@
-"""Test of whether rounding of the logits explains a difference between two argmax outputs."""
+"""Comparison of argmax outputs, and of whether rounding of the logits explains a difference."""
 
 import functools
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -9,13 +10,17 @@ import numpy as np
 from jax import Array, lax
 
 from specdec_jax.core.arrays import gather
+from specdec_jax.core.counts import require_finite
+from specdec_jax.core.loading import DecodeSettings
 from specdec_jax.core.processors import Processors
+from specdec_jax.core.sampling import row_keys
 from specdec_jax.core.trees import AnyTree
-from specdec_jax.core.types import Model
-from specdec_jax.exactness.paths import plans_of
+from specdec_jax.core.types import DecodeResult, Model
+from specdec_jax.exactness.paths import batches, plans_of
 from specdec_jax.exactness.processed import processed
 from specdec_jax.pair import Pair
 
+Decode = Callable[..., DecodeResult]  # function of (prompt [B, P], keys [B], *, max_new_tokens)
 SHARES = {"float32": 1e-3, "bfloat16": 0.03}  # fractions of the range of a token's logits
 
 
@@ -61,6 +66,39 @@ class Divergence(NamedTuple):
     return self.gap <= 2 * self.rounding
 
 
+def compare_argmax(
+  pair: Pair,
+  texts: Sequence[str],
+  autoregressive: Decode,
+  speculative: Decode,
+  block: int,
+  settings: DecodeSettings,
+  rounding: Rounding,
+  processors: Processors = (),
+) -> list[tuple[int, Divergence]]:
+  """Compare speculative and autoregressive argmax outputs token by token.
+
+  A verification pass of `speculative` has `block` tokens: gamma + 1, or the number of nodes of a
+  tree. Both functions apply `processors`.
+
+  Returns:
+    For each text whose outputs differ, the number of the text, from 1, and the first difference.
+  """
+  divergences = []
+  batch_size, limit = settings.batch_size, settings.max_new_tokens
+  for rows, prompt, count in batches(pair, texts, batch_size):
+    keys = row_keys(settings.seed, rows[0], batch_size)
+    tokens, expected = (
+      np.asarray(require_finite(decode(prompt, keys, max_new_tokens=limit)).tokens)
+      for decode in (speculative, autoregressive)
+    )
+    of_batch = first_divergences(
+      pair.target.model, pair.target.params, prompt, expected, tokens, block, rounding, processors
+    )
+    divergences += [(rows[d.row] + 1, d) for d in of_batch if d.row < count]
+  return divergences
+
+
 def share_of(pair: Pair) -> float:
   """Return a bound on rounding differences of the target's logits, as a fraction of their range.
 
@@ -85,7 +123,7 @@ def node_moves(
   times.
 
   Args:
-    pair: target and draft; only the target is used.
+    pair: pair, of which only the target is used.
     prompt: padded prompts [B, P].
     text: outputs of the target [B, T].
     lengths: number of tokens of each output [B].
@@ -103,39 +141,35 @@ def node_moves(
     plan = (rows + number * batch) % len(plans.lengths)
     start = (lengths * ((rows + number * batch / 3) % batch) / batch).astype(int)
     following = np.take_along_axis(padded, start[:, None] + np.arange(tree.depth), axis=1)
-    block = _Block(start, following, plan, plans.paths[plan])
-    moves, ranges = _node_moves(pair.target.model, tree, pair.target.params, prompt, padded, block)
+    block = start, following, plan, plans.paths[plan]
+    moves, ranges = _node_moves(pair.target.model, tree, pair.target.params, prompt, padded, *block)
     largest = max(largest, float(moves.max()))
     largest_share = max(largest_share, float((moves / ranges).max()))
   return largest, largest_share
 
 
-class _Block(NamedTuple):
-  """Tokens of a verification pass.
-
-  Attributes:
-    start: [B], number of tokens of the text before the block.
-    following: [B, D], next tokens of the text, from `start` on.
-    plan: [B], index of the plan (`paths.Plans`) of each row.
-    paths: [B, leaves, D], nodes below the root on the path to each leaf.
-  """
-
-  start: Any
-  following: Any
-  plan: Any
-  paths: Any
-
-
 @functools.partial(jax.jit, static_argnames=("target", "tree"))
 def _node_moves(
-  target: Model, tree: AnyTree, params: Any, prompt: Array, text: Array, block_tokens: _Block
+  target: Model,
+  tree: AnyTree,
+  params: Any,
+  prompt: Array,
+  text: Array,
+  start: Array,
+  following: Array,
+  plan: Array,
+  paths: Array,
 ) -> tuple[Array, Array]:
   """Return the largest difference of a logit at each node of each path, and the logits' range.
 
-  Both arrays have shape [leaves, B, D + 1]. The first node of each path is the root. A path may be
-  shorter than D + 1 nodes; the differences past its leaf are 0.
+  `text` has D tokens of padding at its end. A pass begins after `start` [B] tokens of it, and
+  `following` [B, D] are the next ones. `plan` [B] is the index of each row's plan, and `paths`
+  [B, leaves, D] are the nodes below the root on the path to each leaf.
+
+  Returns:
+    Two arrays [leaves, B, D + 1]. The first node of each path is the root. A path may be shorter
+    than D + 1 nodes; the differences past its leaf are 0.
   """
-  start, following, plan, paths = block_tokens
   first, length = target.prompt_tokens(prompt)
   last = gather(first, length[:, None] - 1)
   num_slots = first.shape[1] + text.shape[1] - tree.depth + tree.num_nodes  # as in decoding
@@ -186,15 +220,8 @@ def first_divergences(
 ) -> list[Divergence]:
   """Return the first difference in each row whose two outputs differ.
 
-  Args:
-    target: model that generated both outputs.
-    params: parameters of the target.
-    prompt: source tokens [B, P].
-    autoregressive: [B, T], output of autoregressive decoding.
-    speculative: [B, T], output of speculative decoding.
-    block: number of tokens of a verification pass: gamma + 1, or the number of nodes of a tree.
-    rounding: logit differences that are attributed to rounding.
-    processors: logits processors, which apply before logits are compared.
+  `autoregressive` and `speculative` are outputs [B, T] of `target`; for the other arguments, see
+  `compare_argmax`.
   """
   rows = np.flatnonzero((autoregressive != speculative).any(axis=1))
   if not len(rows):
