@@ -223,7 +223,7 @@ def with_target(change):
   """Return a pair whose target's `extend` is `change`, a function of (model, params, cache,
   *block)."""
   pair = tiny_pair.pair()
-  return pair._replace(target=tiny.ChangedModel(pair.target.model, change))
+  return tiny_pair.changed(pair, model=tiny.ChangedModel(pair.target.model, change))
 
 
 @pytest.mark.parametrize("fault", JUDGES)

@@ -83,7 +83,8 @@ def test_checker_detects_rows_that_attend_to_the_prompt_of_another_row(capsys):
 def test_simulated_acceptance_rate_is_alpha_after_ragged_prompts():
   """For 16 texts of 60 tokens, the tolerance is 5 standard errors, plus 0.02 for guesses of EOS."""
   alpha, pair = 0.6, tiny_pair.gpt_pair("random")
-  pair = pair._replace(target=SimulatedModel(pair.target.model, alpha, pair.vocabulary.eos_id))
+  model = SimulatedModel(pair.target.model, alpha, pair.vocabulary.eos_id)
+  pair = tiny_pair.changed(pair, model=model)
   prompt = pair.prompt([*TEXTS[:3], *"abcdefghiklmn"])
   assert len(np.unique((np.asarray(prompt) > 0).sum(axis=1))) > 2
   out = jax.device_get(

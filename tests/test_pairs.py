@@ -154,7 +154,7 @@ def test_checkpoints_of_t5x_and_orbax(tmp_path, path):
     assert getattr(pair, role).name == "t5_tiny"
     config = dataclasses.replace(rows, vocab_size=72, padded_vocab_size=128)
     want = for_decoding(config, params)[1]
-    jax.tree.map(np.testing.assert_array_equal, getattr(pair, f"{role}_params"), want)
+    jax.tree.map(np.testing.assert_array_equal, getattr(pair, role).params, want)
     assert pair.target.model.vocab_size == 72
 
 

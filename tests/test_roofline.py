@@ -13,6 +13,7 @@ from test_record_tables import RECORD
 from test_report import parsed
 
 from specdec_jax.core.sampling import Sampling
+from specdec_jax.core.types import DraftSpec
 from specdec_jax.drafts.prompt_lookup import PromptLookupDraft
 from specdec_jax.load import load_pair
 from specdec_jax.measure import roofline
@@ -110,9 +111,11 @@ def test_steps_of_a_pair_whose_draft_is_its_target():
 def test_prompt_lookup_reads_almost_nothing():
   pair = tiny_pair.pair()
   size = pair.target.model.vocab_size
-  copying = pair._replace(
-    draft=lambda sampling, tree: PromptLookupDraft(size, tree), draft_params=()
-  )
+
+  def build(sampling, tree, options=None):
+    return PromptLookupDraft(size, tree)
+
+  copying = pair.with_draft(DraftSpec("copying", build))
   prompt = pair.prompt(tiny_pair.SENTENCES[:1])
   tokens = prompt.size + 1 + LIMIT + GAMMA + 1
   got = step_bytes(copying, GAMMA, prompt, GREEDY, LIMIT)

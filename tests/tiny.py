@@ -305,7 +305,7 @@ def detectable(n: int, probs: np.ndarray) -> float:
 
 def loaded(vocabulary, model=None, params=None) -> Loaded:
   """Return the target in the form that the functions that load drafts take."""
-  return Loaded(model, params, vocabulary)
+  return Loaded("target", model, params, vocabulary)
 
 
 def speculative_decode(
