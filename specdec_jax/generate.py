@@ -420,9 +420,7 @@ class _Batch:
     rows = [row if row < len(texts) else start for row in range(start, start + size)]
     batch = [texts[row] for row in rows]
     # Sizes are rounded up, so that few programs are compiled, unless positions are limited.
-    is_limited = (
-      getattr(getattr(pair.target.model, "config", None), "num_positions", None) is not None
-    )
+    is_limited = getattr(pair.config, "num_positions", None) is not None
     longest = max(len(pair.encode(text)) for text in batch)
     self.prompt = pair.prompt(batch, None if is_limited else batching.size_of_sources(longest))
     self._forced = [forced[row] if forced else () for row in rows for _ in range(count)]

@@ -21,7 +21,7 @@ from specdec_jax.core.types import DecodeResult, DraftSpec, Loaded, Params, Veri
 from specdec_jax.core.verify.tokens import TokenVerifier
 from specdec_jax.data.vocabulary import Vocabulary, padded
 from specdec_jax.errors import InputError, require_count
-from specdec_jax.models.families import config_of, with_feature_layers
+from specdec_jax.models.families import Config, config_of, with_feature_layers
 from specdec_jax.models.simulated import SimulatedModel
 
 if TYPE_CHECKING:
@@ -92,7 +92,7 @@ class Pair:
   @property
   def dtype(self) -> str:
     """'float32' or 'bfloat16', the `dtype` of the target's configuration."""
-    return jnp.dtype(getattr(self._config, "dtype", jnp.float32)).name
+    return jnp.dtype(getattr(self.config, "dtype", jnp.float32)).name
 
   @property
   def kernels(self) -> str:
@@ -101,8 +101,8 @@ class Pair:
     It ends with '+int8' if weights are int8, and with '+bfloat16' if they are read in bfloat16
     although `dtype` is 'float32'.
     """
-    kernels = getattr(self._config, "kernels", "xla")
-    if getattr(self._config, "weights", "float") == "int8":
+    kernels = getattr(self.config, "kernels", "xla")
+    if getattr(self.config, "weights", "float") == "int8":
       return kernels + "+int8"
     arrays = jax.tree.leaves(self.target.params)
     is_stored = self.dtype == "float32" and any(x.dtype == jnp.bfloat16 for x in arrays)
@@ -117,7 +117,7 @@ class Pair:
   @property
   def continues(self) -> bool:
     """Whether the target is decoder-only and continues its prompt."""
-    return not getattr(self._config, "has_encoder", True)
+    return not getattr(self.config, "has_encoder", True)
 
   @property
   def verifier_name(self) -> str:
@@ -125,7 +125,8 @@ class Pair:
     return type(self.verifier(Sampling())).__name__
 
   @property
-  def _config(self) -> Any:
+  def config(self) -> Config | None:
+    """Configuration of the target; None if it is not a model of this package."""
     return config_of(self.target.model)
 
   def with_target(self, **changes: Any) -> "Pair":
