@@ -557,7 +557,7 @@ def test_q_of_the_draft_is_replicated():
   """Without a constraint on q [B, N, V], devices communicate in each draft step."""
   rules = partitioning.standard_logical_axis_rules()
   partitioner = partitioning.PjitPartitioner(num_partitions=1, logical_axis_rules=rules)
-  predict = partitioner.partition(speculative(SMALL, dict(gamma=3)).predict_batch, None, None)
+  predict = partitioner.partition(speculative(SMALL, gamma=3).predict_batch, None, None)
   text = predict.lower(both(DRAFTS["random"][1]), BATCH).as_text()
   assert re.search(rf"sharding_constraint .*{{}}, {{}}\]> : tensor<{EXAMPLES}x3x264xf32>", text)
 
