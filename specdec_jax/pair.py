@@ -166,7 +166,7 @@ class Pair:
       InputError: the verifier does not support lenience, or cannot verify the draft's proposals.
     """
     eos_id = self.vocabulary.eos_id if eos_id is None else eos_id
-    if not tree.num_guesses:
+    if not tree.num_draft_tokens:
       verifier = self.verifier_for(sampling)
       if not verifier.uses_position_keys:  # whose samples are those of autoregressive decoding
         verifier = TokenVerifier(sampling)
@@ -275,9 +275,9 @@ class Pair:
     model = self.target.model
     return BeamSearcher(model, searching, num_beams, length_penalty, eos_id, processors=processors)
 
-  def guesses(self, sampling: Sampling, tree: AnyTree) -> AnyTree:
+  def draft_tokens(self, sampling: Sampling, tree: AnyTree) -> AnyTree:
     """Return the tree that the draft proposes if `tree` is requested; usually `tree` itself."""
-    return self.draft.build(sampling, tree).tree if tree.num_guesses else tree
+    return self.draft.build(sampling, tree).tree if tree.num_draft_tokens else tree
 
   def verifier_for(self, sampling: Sampling, lenience: float = 1.0) -> Verifier:
     """Return the verifier for a sampling method, with lenience (Appendix A.5) if it is below 1.

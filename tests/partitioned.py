@@ -64,7 +64,7 @@ RUNS = {"chain": (chain(3), 1.0), "tree": (branching(2, 2), 1.0)}
 
 
 def pair(config) -> Pair:
-  """Return a pair in the parameter layout of t5x, with a draft whose guesses are often accepted."""
+  """Return a pair in the parameter layout of t5x, with a draft that is often accepted."""
   params = tiny_pair.random_params(config, 0)
   rng = np.random.default_rng(1)
 

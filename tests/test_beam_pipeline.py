@@ -93,10 +93,10 @@ def test_records_counters_and_summary_are_those_of_decode_lines(finished, tmp_pa
   padded = [r["tokens"] + [0] * (LIMIT - len(r["tokens"])) for r in records if r["source"]]
   assert padded == rows
   assert records[10] == dict(
-    index=10, source="", output="", tokens=[], rounds=0, guesses=0, accepted=0
+    index=10, source="", output="", tokens=[], rounds=0, draft_tokens=0, accepted=0
   )
   counts = count_records(records)
-  rate = counts["accepted"] / counts["guesses"]
+  rate = counts["accepted"] / counts["draft_tokens"]
   assert 0.1 < rate < 0.95
   handler = beam_pipeline.SpeculativeModelHandler(LoadPair(), chain(GAMMA), DECODING)
   shards = []

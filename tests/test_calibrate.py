@@ -144,15 +144,15 @@ def test_small_predicted_gain_is_confirmed_by_a_trial(monkeypatch, tried, chosen
 # The choice of a tree.
 
 
-def tree_costs(level, guess, row, start=0.0):
+def tree_costs(level, draft_token, row, start=0.0):
   """Return costs at 4, 16 and 64 nodes, given those of a drafted level, a draft token and a row."""
   trees = [branching(3), branching(3, 2, 1), Tree([0] * 20 + [1] * 43)]
   return {
     tree: Costs(
       target_step=1e-3,
-      draft_step=1e-3 * (level * tree.depth + guess * tree.num_guesses) / tree.depth,
+      draft_step=1e-3 * (level * tree.depth + draft_token * tree.num_draft_tokens) / tree.depth,
       verify=9e-4,
-      accept=1e-4 + 1e-3 * row * tree.num_guesses,
+      accept=1e-4 + 1e-3 * row * tree.num_draft_tokens,
       target_start=1e-3 * start,
       draft_start=0.0,
     )
@@ -220,8 +220,8 @@ def test_costs_of_trees_are_interpolated():
     for most in (2, 5, 10):
       tree = best_tree(RANKS, nodes, most)
       if not tree.is_chain:
-        c = 0.05 + 0.002 * tree.num_guesses / tree.depth
-        v = 1 + 0.01 * tree.num_guesses
+        c = 0.05 + 0.002 * tree.num_draft_tokens / tree.depth
+        v = 1 + 0.01 * tree.num_draft_tokens
         rates = tree_rates(tree, RANKS)
         other = text_improvement(rates, tree.depth, c, v, LENGTHS, 2.0)
         assert other <= found.speedup + 1e-9
@@ -279,7 +279,7 @@ def test_auto_is_resolved_and_numbers_are_kept(monkeypatch, capsys):
     ("auto", [0, 0], r"gamma is 'auto' and tree is \[0, 0\]: a tree leaves no gamma to choose"),
     (5, [3], r"A tree has parents \(3,\); they must be in ascending order"),
     (5, [0, -1], r"A tree has parents \(0, -1\)"),
-    (5, [], "the number of a tree's guesses is 0; it must be a whole number, from 1"),
+    (5, [], "the number of a tree's draft tokens is 0; it must be a whole number, from 1"),
     (5, [0] * 10**6, "a tree of 1000001 nodes would take at least .* GB; ask for less"),
   ],
   ids=["no gamma to choose", "no parent", "negative", "empty", "huge"],
@@ -354,7 +354,7 @@ def test_gamma_0_decodes_autoregressively():
     pair.target.model, pair.target.params, pair.prompt(TEXTS), row_keys(3, 0, 4), **settings
   )
   np.testing.assert_array_equal([row.tokens[0] for row in decoded], own.tokens)
-  assert decoded[0].rounds.guesses.shape[-1] == 0
+  assert decoded[0].rounds.draft_tokens.shape[-1] == 0
 
 
 def translated(tmp_path, pair, tree):

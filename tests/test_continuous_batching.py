@@ -156,7 +156,7 @@ def test_samples_of_one_source_share_its_keys_and_values():
   shared = decoder().run(PARAMS, prompts, keys, max_new_tokens=LIMIT, num_samples=3)
   repeated = decoder().run(PARAMS, prompts.repeat(3, axis=0), keys, max_new_tokens=LIMIT)
   np.testing.assert_array_equal(shared.tokens, repeated.tokens)
-  np.testing.assert_array_equal(shared.rounds.guesses, repeated.rounds.guesses)
+  np.testing.assert_array_equal(shared.rounds.draft_tokens, repeated.rounds.draft_tokens)
   assert len({tuple(row) for row in np.asarray(shared.tokens[:3]).tolist()}) > 1
 
 

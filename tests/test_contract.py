@@ -542,7 +542,10 @@ def test_recorded_rounds_add_up_to_the_text(case):
       path = range(1, n + 1) if rounds.path is None else rounds.path[r, row, :n]
       parents = tree.parents if rounds.parents is None else rounds.parents[r, row]
       assert [0, *path][:-1] == [parents[node - 1] for node in path]
-      emitted = [*rounds.guesses[r, row][[node - 1 for node in path]], rounds.next_token[r, row]]
+      emitted = [
+        *rounds.draft_tokens[r, row][[node - 1 for node in path]],
+        rounds.next_token[r, row],
+      ]
       text += emitted[:count]
     assert text == np.asarray(out.tokens)[row, :length].tolist()
 

@@ -68,7 +68,7 @@ def test_greedy_output_equals_autoregressive_decoding(sentences, draft, batch_si
       pair.target.model, draft, *params, *inputs, verifier=TokenVerifier(GREEDY), **limit
     )
     assert identical([expected], [out]), f"gamma {gamma}, batch {batch_size}, sentence {first}"
-    assert out.num_rounds < 0.6 * expected.num_rounds, "too few guesses are accepted"
+    assert out.num_rounds < 0.6 * expected.num_rounds, "too few draft tokens are accepted"
 
 
 @pytest.mark.slow

@@ -154,7 +154,7 @@ def drops_bonus(rng, x, q, p):
   return Verification(n - all_stand, jnp.where(all_stand, x[:, -1], next_token))
 
 
-def bonus_of_the_guess_before(rng, x, q, p):
+def bonus_of_the_draft_token_before(rng, x, q, p):
   """Sample the bonus token from the distribution at the last draft token, not from the next one."""
   return judge_with()(rng, x, q, p.at[:, -1].set(p[:, -2]))
 
@@ -172,7 +172,7 @@ JUDGES = {
   "accepts whatever p says": judge_with(accept=lambda u, q, p: u < 2),
   "p instead of the residual": judge_with(residual=lambda p, q: p),
   "residual not normalised": judge_with(residual=unnormalised),
-  "bonus of the guess before": bonus_of_the_guess_before,
+  "bonus of the draft token before": bonus_of_the_draft_token_before,
 }
 
 
@@ -256,8 +256,8 @@ def test_random_numbers_shared_by_draft_and_verifier_are_detected():
     def propose(self, params, state, context, rng):
       (_, q, _), state = self.draft.propose(params, state, context, rng)
       left[:] = [u(rng)]
-      guesses = (jnp.cumsum(q, axis=-1) > left[0][..., None]).argmax(axis=-1)  # inversion
-      return Proposal(guesses.astype(jnp.int32), q), state
+      draft_tokens = (jnp.cumsum(q, axis=-1) > left[0][..., None]).argmax(axis=-1)  # inversion
+      return Proposal(draft_tokens.astype(jnp.int32), q), state
 
   pair, judge = tiny_pair.pair(), judge_with(accept=lambda u, q, p: left[0] * q < p)
   draft = Leaving(pair.draft.build(sampling, chain(1)), None)
@@ -454,7 +454,7 @@ def test_dynamic_tree_is_checked_in_several_shapes_on_every_path():
   tree = DynamicTree(7, 3)
   shapes = shapes_of(tree)
   assert len({shape.parents for shape in shapes}) > 1
-  assert all(shape.num_guesses == 7 and shape.depth == 3 for shape in shapes)
+  assert all(shape.num_draft_tokens == 7 and shape.depth == 3 for shape in shapes)
   plans = plans_of(tree)
   for parents, depths, offsets, paths, length in zip(*plans):
     on_path = np.flatnonzero(offsets == 0) + 1
@@ -510,7 +510,7 @@ def check(**changes):
     max_new_tokens=12,
     num_texts=4,
     samples_per_text=100,
-    num_guesses=100,
+    num_draft_tokens=100,
     long_tokens=0,
   )
   check_exactness(changes.pop("pair", tiny_pair.pair()), **{**settings, **changes})
@@ -538,7 +538,7 @@ def test_correct_pair_passes(capsys):
       [check, "all rounds"]
       for check in (
         "acceptance",
-        "guesses",
+        "draft_tokens",
         "next tokens",
         "independence within rounds",
         "independence between rounds",
@@ -631,8 +631,8 @@ def test_samples_that_are_too_few_to_count_are_not_checked(capsys):
   [
     ({"texts": []}, "nothing to check"),
     ({"gammas": []}, "nothing to check"),
-    ({"dynamic": [(1, 2)]}, "number of a tree's guesses is 0"),
-    ({"trees": [()]}, "number of a tree's guesses is 0"),
+    ({"dynamic": [(1, 2)]}, "number of a tree's draft tokens is 0"),
+    ({"trees": [()]}, "number of a tree's draft tokens is 0"),
     ({"trees": [(1,)]}, "level order"),
     (
       {"pair": dataclasses.replace(tiny_pair.pair(), verifier=TypicalVerifier)},
@@ -641,7 +641,7 @@ def test_samples_that_are_too_few_to_count_are_not_checked(capsys):
     ({"level": 0.0}, "level is 0.0"),
     ({"samples_per_text": 0}, "samples_per_text is 0"),
     ({"batch_sizes": [0]}, "batch_size is 0"),
-    ({"num_guesses": 0}, "num_guesses is 0"),
+    ({"num_draft_tokens": 0}, "num_draft_tokens is 0"),
     ({"long_tokens": -1}, "long_tokens is -1"),
     ({"generation": GenerationConfig(top_k=9)}, "generation has top_k, which a command does not"),
     ({"pair": simulated(tiny_pair.pair())}, "acceptance is simulated"),

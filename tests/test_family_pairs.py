@@ -39,7 +39,7 @@ CASES = [
 
 @functools.cache
 def folder(family):
-  """Save a target and a draft whose guesses are often accepted; return the folder."""
+  """Save a target and a draft whose draft tokens are often accepted; return the folder."""
   path = tiny_pair.folder() / family
   sizes = dict(vocab_size=tiny_pair.pair().target.model.vocab_size, layers=1)
   config = tiny.config(**sizes, **FAMILIES[family])

@@ -52,7 +52,7 @@ def check(pair, samplings, batch_sizes):
     max_new_tokens=LIMIT,
     num_texts=4,
     samples_per_text=60,
-    num_guesses=75,
+    num_draft_tokens=75,
     long_tokens=0,
   )
 
@@ -81,7 +81,7 @@ def test_checker_detects_rows_that_attend_to_the_prompt_of_another_row(capsys):
 
 
 def test_simulated_acceptance_rate_is_alpha_after_ragged_prompts():
-  """For 16 texts of 60 tokens, the tolerance is 5 standard errors, plus 0.02 for guesses of EOS."""
+  """For 16 texts of 60 tokens, the tolerance is 5 standard errors, plus 0.02 for EOS."""
   alpha, pair = 0.6, tiny_pair.gpt_pair("random")
   model = SimulatedModel(pair.target.model, alpha, pair.vocabulary.eos_id)
   pair = tiny_pair.changed(pair, model=model)

@@ -376,9 +376,9 @@ def test_token_has_bit_identical_logits_alone_in_a_block_and_in_a_tree(dtype):
   _, cache = model.prefill(params, prompt, 8)
   together = model.extend(params, cache, tokens)[0]
   # Another child of the first token precedes the chain that is compared.
-  tree, guesses = Tree((0, 0, 2, 3, 4)), jnp.asarray([[0, 8, 5, 7, 9, 11]])
+  tree, draft_tokens = Tree((0, 0, 2, 3, 4)), jnp.asarray([[0, 8, 5, 7, 9, 11]])
   _, wider = model.prefill(params, prompt, 20)
-  branching = model.extend(params, wider, guesses, tree)[0][:, [0, 2, 3, 4, 5]]
+  branching = model.extend(params, wider, draft_tokens, tree)[0][:, [0, 2, 3, 4, 5]]
   np.testing.assert_array_equal(branching, together)
   for i in range(5):
     logits, _, extended = model.extend(params, cache, tokens[:, i : i + 1])

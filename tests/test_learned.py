@@ -161,22 +161,22 @@ def test_decoder_drafts_as_it_was_trained(kind, tree):
 
   learned = eagle if kind == "eagle_text" else after_each
   paths = [np.flatnonzero(ancestors)[1:] for ancestors in tree.ancestors]  # to each node
-  for keep in (2, tree.num_guesses, 0, 3):
+  for keep in (2, tree.num_draft_tokens, 0, 3):
     anchors = anchors[: length - 1] + [length - 1] * (num_slots - length + 1)
     here = dict(tokens=tokens, length=jnp.full(batch, length), hidden=states[:, length - 1])
     keys = jax.random.split(jax.random.key(keep), batch)
     proposal, state = jax.jit(draft.propose)(own, state, context._replace(**here), keys)
-    guesses, last = np.asarray(proposal.tokens), cache.cross[-1:]
+    draft_tokens, last = np.asarray(proposal.tokens), cache.cross[-1:]
     for node in range(1, tree.num_nodes):
       inputs = tokens.copy()
-      inputs[:, length : length + len(paths[node])] = guesses[:, paths[node] - 1]
+      inputs[:, length : length + len(paths[node])] = draft_tokens[:, paths[node] - 1]
       rounds = np.broadcast_to(np.array(anchors), inputs.shape)
       logits, _ = learned({"params": own}, inputs, states, rounds, last, cache.cross_bias)
       q = distribution(logits[:, length + len(paths[node]) - 2], RANDOM)
       if not tree.ranks[node - 1]:  # a sibling has the q that excludes its earlier siblings
         np.testing.assert_allclose(proposal.q[:, node - 1], q, atol=2e-6)
     path = paths[keep]
-    tokens[:, length : length + len(path)] = guesses[:, path - 1]
+    tokens[:, length : length + len(path)] = draft_tokens[:, path - 1]
     tokens[:, length + len(path)] = drawn.integers(2, V, batch)
     length += len(path) + 1
     padded = np.pad(path, (0, tree.depth - len(path)))
@@ -374,7 +374,7 @@ def test_trained_head_is_loaded_as_a_draft_and_its_score_has_improved(trained):
   plain = pair.decode_fn(GREEDY, chain(0))(prompt, keys, max_new_tokens=LIMIT)
   ours = pair.decode_fn(GREEDY, chain(4))(prompt, keys, max_new_tokens=LIMIT)
   np.testing.assert_array_equal(ours.tokens, plain.tokens)
-  with pytest.raises(InputError, match="makes up to 4 guesses"):
+  with pytest.raises(InputError, match="makes up to 4 draft tokens"):
     pair.draft.build(GREEDY, chain(5))
 
 
@@ -394,9 +394,9 @@ def test_each_kind_is_loaded_from_its_folder(kind, tmp_path):
   mine = loading.head_factory(kind, config, own, tiny.loaded(None, models.target, models.params))
   jax.tree.map(np.testing.assert_array_equal, loaded.params, mine.params)
   if kind in ("eagle", "heads", "parallel"):  # trees as in measurements
-    tree = composed.tree_draft(tiny.loaded(words), lambda target: mine, num_guesses=15)
+    tree = composed.tree_draft(tiny.loaded(words), lambda target: mine, num_draft_tokens=15)
     shapes = [tree.build(GREEDY, chain(depth)).tree for depth in (1, 5)]
-    assert [(shape.num_guesses, shape.depth) for shape in shapes] == [(1, 1), (15, 5)]
+    assert [(shape.num_draft_tokens, shape.depth) for shape in shapes] == [(1, 1), (15, 5)]
 
 
 def test_head_of_another_target_raises(trained):

@@ -145,8 +145,8 @@ def test_lenience_raises_acceptance_and_bounds_the_change(sampling):
     if sampling == RANDOM:
       want = np.minimum(p / lenience, q).sum(axis=-1)
     else:  # p before the argmax, at the draft token
-      of_guess = np.take_along_axis(p, q.argmax(axis=-1)[..., None], axis=-1)[..., 0]
-      want = of_guess >= lenience * p.max(axis=-1)
+      of_draft_token = np.take_along_axis(p, q.argmax(axis=-1)[..., None], axis=-1)[..., 0]
+      want = of_draft_token >= lenience * p.max(axis=-1)
     np.testing.assert_allclose(beta[lenience], want, atol=1e-4)
     # P(x) <= p(x) / l bounds the change; an argmax changes where its token would have been
     # rejected.
@@ -216,20 +216,20 @@ def test_interval_covers_the_mean_about_95_times_in_100():
 
 
 def rounds_of(rows, gamma, limit):
-  """Return a result whose rows have these rounds, each (guesses, n, next token, tokens emitted)."""
+  """Return a result whose rows have these rounds, each (tokens, n, next token, num_emitted)."""
   most = max(map(len, rows))
-  guesses = np.zeros((most, len(rows), gamma), int)
+  draft_tokens = np.zeros((most, len(rows), gamma), int)
   rest = np.zeros((3, most, len(rows)), int)
   tokens = np.zeros((len(rows), limit), int)
   lengths = np.zeros(len(rows), int)
   for b, row in enumerate(rows):
     text = []
     for r, (x, n, next_token, emitted) in enumerate(row):
-      guesses[r, b], rest[:, r, b] = x, (n, next_token, emitted)
+      draft_tokens[r, b], rest[:, r, b] = x, (n, next_token, emitted)
       text += [*x[:n], next_token][:emitted]
     tokens[b, : len(text)], lengths[b] = text, len(text)
   return DecodeResult(
-    tokens, lengths, Rounds(guesses, *rest), np.array(most), -np.ones(len(lengths), int)
+    tokens, lengths, Rounds(draft_tokens, *rest), np.array(most), -np.ones(len(lengths), int)
   )
 
 
@@ -368,9 +368,9 @@ def test_parts_of_rounds_can_be_timed_with_each_verifier(verifier):
   drafts = [pair.draft.build(GREEDY, chain(gamma)) for gamma in (1, 3)]
   ends = shapes(round_calls(pair, drafts, pair.prompt(TEXTS[:1]), GREEDY, LIMIT))
   for part, has_draft in ((ends.undrafted, False), (ends.drafted, True)):
-    assert [each.chain.rounds.guesses.shape[-1] for each in part] == [1, 3]
+    assert [each.chain.rounds.draft_tokens.shape[-1] for each in part] == [1, 3]
     assert all((each.chain.draft_state != ()) == has_draft for each in part)
-  assert ends.step.chain.rounds.guesses.shape[-1] == 0
+  assert ends.step.chain.rounds.draft_tokens.shape[-1] == 0
   assert all(isinstance(each.chain, Verification) for each in ends.accept)
 
 
@@ -378,7 +378,7 @@ def test_rounds_of_a_dynamic_tree_can_be_timed():
   pair = tiny_pair.pair()
   draft = pair.draft.build(GREEDY, DynamicTree(6, 3))
   ends = shapes(round_calls(pair, [draft], pair.prompt(TEXTS[:1]), GREEDY, LIMIT))
-  assert [x[0].none.rounds.guesses.shape[-1] for x in (ends.undrafted, ends.drafted)] == [6, 6]
+  assert [x[0].none.rounds.draft_tokens.shape[-1] for x in (ends.undrafted, ends.drafted)] == [6, 6]
   assert ends.accept[0].none.path.shape == (1, 3)
 
 

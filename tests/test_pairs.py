@@ -452,7 +452,7 @@ def test_random_pair_has_the_published_sizes_and_the_given_alpha(version, dtype)
   )
   assert (decoded.lengths == 64).all() and (decoded.not_finite < 0).all()
   judged = decoded.rounds.num_accepted[decoded.rounds.num_emitted > 0]
-  # About 340 guesses: 4 standard errors.
+  # About 340 draft_tokens: 4 standard errors.
   assert judged.mean() == pytest.approx(0.5, abs=4 * 0.5 / np.sqrt(judged.size))
   assert judged.size > 300
 

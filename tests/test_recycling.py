@@ -64,9 +64,9 @@ def test_rest_of_the_proposal_is_aligned_with_the_correction():
   script = np.zeros((len(ALIGNED), LIMIT), np.int32)
   script[:, 1:5] = [proposal for proposal, _ in ALIGNED.values()]
   draft = RecyclingDraft(tiny.ScriptedDraft(chain(4)), 3, V)
-  guesses = np.asarray(decode(draft, jnp.asarray(script)).rounds.guesses)
-  assert not guesses[0, :, 1::2].any()  # the first round has nothing to recycle
-  recycled = dict(zip(ALIGNED, guesses[1, :, 1::2].tolist()))
+  draft_tokens = np.asarray(decode(draft, jnp.asarray(script)).rounds.draft_tokens)
+  assert not draft_tokens[0, :, 1::2].any()  # the first round has nothing to recycle
+  recycled = dict(zip(ALIGNED, draft_tokens[1, :, 1::2].tolist()))
   assert recycled == {name: expected for name, (_, expected) in ALIGNED.items()}
 
 
@@ -111,7 +111,7 @@ def test_draft_model_rereads_the_tokens_that_it_did_not_propose():
     following = gather(text, state.length[:, None] - 1 + jnp.arange(3))
     expected = propose(state.context)
     state = step(state._replace(draft_state=state.draft_state._replace(recycled=following)))
-    np.testing.assert_array_equal(state.rounds.guesses[r][:, [0, 2, 4, 6]], expected)
+    np.testing.assert_array_equal(state.rounds.draft_tokens[r][:, [0, 2, 4, 6]], expected)
     assert (state.rounds.num_accepted[r] >= 3).all()
 
 

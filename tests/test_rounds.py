@@ -28,17 +28,17 @@ def decode_result(*rows, gamma=3):
   """Return a `DecodeResult` on the host.
 
   Args:
-    *rows: the rounds of each row, as (guesses, n, next token, number of emitted tokens).
-    gamma: guesses per round.
+    *rows: the rounds of each row, as (draft tokens, n, next token, number of emitted tokens).
+    gamma: draft tokens per round.
   """
   num_rounds = max(map(len, rows))
   blank = ([PAD] * gamma, 0, PAD, 0)
   rows = [[*row, *[blank] * (num_rounds - len(row))] for row in rows]
-  guesses, n, next_token, emitted = (
+  draft_tokens, n, next_token, emitted = (
     np.array([[row[r][field] for row in rows] for r in range(num_rounds)]) for field in range(4)
   )
   return DecodeResult(
-    None, emitted.sum(axis=0), Rounds(guesses, n, next_token, emitted), num_rounds, None
+    None, emitted.sum(axis=0), Rounds(draft_tokens, n, next_token, emitted), num_rounds, None
   )
 
 
@@ -55,11 +55,12 @@ def read(decoded, row=0):
 
 @pytest.mark.parametrize(
   "round_, shown",
-  [  # guesses, n, next token, number of emitted tokens -> accepted, rejected, target's token
+  [  # draft tokens, n, next token, number of emitted tokens -> accepted, rejected, target's token
     (([EIN, MANN, STEHT], 2, LÄUFT, 3), ("ein Mann", "steht", "läuft")),
     (([HUND, MANN, STEHT], 0, EIN, 1), ("", "Hund", "ein")),
     (([EIN, ROT, HUND], 3, LÄUFT, 4), ("ein rot Hund", "", "läuft")),
-    # The text ends inside accepted guesses, in the correction, or at the limit of 1 or 2 tokens.
+    # The text ends inside accepted draft tokens, in the correction, or at the limit of 1 or 2
+    # tokens.
     (([ROT, EOS, HUND], 3, MANN, 2), ("rot </s>", "", "")),
     (([EOS, ROT, HUND], 1, MANN, 1), ("</s>", "", "")),
     (([ROT, HUND, MANN], 1, EOS, 2), ("rot", "Hund", "</s>")),
@@ -71,10 +72,10 @@ def test_every_draft_token_of_a_chain_is_shown_once_and_emitted_tokens_are_the_t
   decoded = decode_result([round_])
   assert read(decoded) == [tuple(words.split() for words in shown)]
   (r,) = read_rounds(decoded, 0, pieces)
-  guesses, n, target_token, num_emitted = round_
+  draft_tokens, n, target_token, num_emitted = round_
   rejected = () if r.rejected is None else (r.rejected,)
-  assert [*r.accepted, *rejected, *r.unverified] == pieces(guesses)
-  assert [*r.emitted] == pieces([*guesses[:n], target_token])[:num_emitted]
+  assert [*r.accepted, *rejected, *r.unverified] == pieces(draft_tokens)
+  assert [*r.emitted] == pieces([*draft_tokens[:n], target_token])[:num_emitted]
 
 
 def test_each_round_is_one_line_until_the_row_stops():
@@ -111,11 +112,13 @@ def test_pieces_that_look_like_markup_are_text():
 #   --- 2 der
 #   --- 3 rot
 PARENTS = (0, 0, 0, 1, 1, 4, 4)
-GUESSES = [EIN, DER, ROT, MANN, HUND, LÄUFT, STEHT]
+DRAFT_TOKENS = [EIN, DER, ROT, MANN, HUND, LÄUFT, STEHT]
 
 
 def tree_round(path, target_token, num_emitted):
-  decoded = decode_result([(GUESSES, len(path), target_token, num_emitted)], gamma=len(GUESSES))
+  decoded = decode_result(
+    [(DRAFT_TOKENS, len(path), target_token, num_emitted)], gamma=len(DRAFT_TOKENS)
+  )
   path = np.array([[path + [0] * (3 - len(path))]])
   decoded = decoded._replace(rounds=decoded.rounds._replace(path=path))
   (r,) = read_rounds(decoded, 0, pieces, PARENTS)
@@ -172,19 +175,19 @@ def test_every_draft_token_of_a_tree_is_shown_once(path, ended):
   shown = [*r.accepted]
   for branch in r.branches:
     shown += [piece for piece in (branch.rejected, *branch.unverified) if piece is not None]
-  assert sorted(shown) == sorted(pieces(GUESSES)) and r.rejected is None and r.unverified == ()
-  assert r.emitted == tuple(pieces([GUESSES[i - 1] for i in path] + [GRÜN][ended:]))
+  assert sorted(shown) == sorted(pieces(DRAFT_TOKENS)) and r.rejected is None and r.unverified == ()
+  assert r.emitted == tuple(pieces([DRAFT_TOKENS[i - 1] for i in path] + [GRÜN][ended:]))
 
 
 def test_dynamic_tree_has_other_parents_in_each_round():
   parents = np.array([[PARENTS], [(0, 1, 2, 3, 4, 5, 6)]])
-  rows = [(GUESSES, 1, GRÜN, 2), (GUESSES, 1, GRÜN, 2)]
-  decoded = decode_result(rows, gamma=len(GUESSES))
+  rows = [(DRAFT_TOKENS, 1, GRÜN, 2), (DRAFT_TOKENS, 1, GRÜN, 2)]
+  decoded = decode_result(rows, gamma=len(DRAFT_TOKENS))
   path = np.array([[[1] + [0] * 6]] * 2)
   decoded = decoded._replace(rounds=decoded.rounds._replace(path=path, parents=parents))
   tree, chain = read_rounds(decoded, 0, pieces)
   assert len(tree.branches) == 5
-  assert chain.branches == (Branch(1, " der", tuple(pieces(GUESSES[2:]))),)
+  assert chain.branches == (Branch(1, " der", tuple(pieces(DRAFT_TOKENS[2:]))),)
 
 
 def test_draft_tokens_that_were_not_proposed_are_not_shown():

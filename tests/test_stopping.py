@@ -62,7 +62,7 @@ def test_target_verifies_only_the_proposed_length():
     assert not np.asarray(logits[:, read:]).any() and hidden.shape[1] == 5
 
 
-def test_guess_that_was_not_proposed_is_not_verified():
+def test_draft_token_that_was_not_proposed_is_not_verified():
   models, sampling = t5(), Sampling(0.0)
   draft = StoppingDraft(ModelDraft(models.target, sampling, chain(GAMMA)), 0.13)
   out = tiny.speculative_decode(
@@ -73,7 +73,7 @@ def test_guess_that_was_not_proposed_is_not_verified():
     eos_id=-1,
   )
   rounds = jax.tree.map(np.asarray, out.rounds)
-  made = (rounds.guesses >= 0).sum(axis=-1)
+  made = (rounds.draft_tokens >= 0).sum(axis=-1)
   ran = rounds.num_emitted > 0
   np.testing.assert_array_equal(rounds.num_accepted[ran], made[ran])
   assert 1 < made[ran].mean() < GAMMA and acceptance_by_position([out]) == [1, 1, 1, None]

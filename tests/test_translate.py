@@ -398,7 +398,7 @@ def test_json_lines_are_read_and_written(run):
   vocabulary = tiny_pair.pair(max_source_tokens=LONGEST).vocabulary
   for record in records:
     assert vocabulary.decode(record["tokens"]) == record["output"]
-    assert record["accepted"] <= record["guesses"] <= 3 * record["rounds"]
+    assert record["accepted"] <= record["draft_tokens"] <= 3 * record["rounds"]
   (run.dir / "in.jsonl").write_text('{"source": "A man."}\n["A man."]\n')
   result = run(INPUT="in.jsonl")
   assert result.status == 2 and "line 2 is not a JSON object" in result.said

@@ -1,4 +1,4 @@
-"""Test trees of guesses: their shapes, the best tree, and the acceptance of their nodes."""
+"""Test trees of draft_tokens: their shapes, the best tree, and the acceptance of their nodes."""
 
 import dataclasses
 import functools
@@ -41,7 +41,7 @@ RAGGED = Tree((0, 0, 1, 1, 2, 4))
 def test_attributes_of_a_ragged_tree():
   assert RAGGED.depths.tolist() == [0, 1, 1, 2, 2, 2, 3]
   assert RAGGED.levels == [(1, 3), (3, 6), (6, 7)]
-  assert (RAGGED.num_nodes, RAGGED.num_guesses, RAGGED.depth, RAGGED.width) == (7, 6, 3, 2)
+  assert (RAGGED.num_nodes, RAGGED.num_draft_tokens, RAGGED.depth, RAGGED.width) == (7, 6, 3, 2)
   assert RAGGED.ranks.tolist() == [0, 1, 0, 1, 0, 0]
   assert RAGGED.children.tolist() == [[0, 1], [2, 3], [4, 6], [6, 6], [5, 6], [6, 6], [6, 6]]
   for node in range(7):
@@ -67,7 +67,7 @@ def test_chains_of_one_length_are_equal_and_a_long_chain_needs_no_memory():
 
 def test_trees_from_branching_factors_and_from_paths():
   assert branching(2, 2) == Tree((0, 0, 1, 1, 2, 2))
-  assert branching(3, 2, 1).num_guesses == 3 + 6 + 6
+  assert branching(3, 2, 1).num_draft_tokens == 3 + 6 + 6
   paths = [(0,), (1,), (0, 0), (0, 1), (1, 0), (0, 1, 0)]
   assert Tree.from_paths(paths) == Tree.from_paths(paths[::-1]) == RAGGED
 
@@ -184,9 +184,9 @@ def test_dynamic_tree_has_the_most_probable_nodes_of_the_beam(seed):
   assert committed[0].tolist() == [nodes[node - 1] if node else 0 for node in path[0].tolist()]
 
 
-def all_trees(num_guesses: int):
-  """Generate all trees of `num_guesses` guesses."""
-  for parents in itertools.product(range(num_guesses), repeat=num_guesses):
+def all_trees(num_draft_tokens: int):
+  """Generate all trees of `num_draft_tokens` draft tokens."""
+  for parents in itertools.product(range(num_draft_tokens), repeat=num_draft_tokens):
     try:
       yield Tree(parents)
     except InputError:
@@ -205,11 +205,11 @@ def test_expected_tokens_of_a_chain_agree_with_equation_1():
 @pytest.mark.parametrize("acceptance", [(0.6, 0.2, 0.1), (0.9, 0.05), (0.4, 0.3, 0.2, 0.05)])
 @pytest.mark.parametrize("depth", [1, 2, 5])
 def test_best_tree_is_the_best_of_all_trees(acceptance, depth):
-  for num_guesses in range(1, 6):
-    shallow = [tree for tree in all_trees(num_guesses) if tree.depth <= depth]
+  for num_draft_tokens in range(1, 6):
+    shallow = [tree for tree in all_trees(num_draft_tokens) if tree.depth <= depth]
     best = max(theory.tree_tokens(tree, acceptance) for tree in shallow)
-    tree = theory.best_tree(acceptance, num_guesses + 1, depth)
-    assert tree.depth <= depth and tree.num_guesses <= num_guesses
+    tree = theory.best_tree(acceptance, num_draft_tokens + 1, depth)
+    assert tree.depth <= depth and tree.num_draft_tokens <= num_draft_tokens
     assert theory.tree_tokens(tree, acceptance) == pytest.approx(best)
 
 

@@ -27,8 +27,8 @@ SENTENCES = [f"{who} {does} {what}" for who in _WHO for does in _DOES for what i
 def folder() -> pathlib.Path:
   """Return a folder with `vocabulary.model` and one subfolder per model, created once per session.
 
-  Guesses of the draft `near` are often accepted, guesses of `random` rarely, and guesses of
-  `target` always. `small` is a model for a smaller vocabulary.
+  Draft tokens of the draft `near` are often accepted, draft tokens of `random` rarely, and draft
+  tokens of `target` always. `small` is a model for a smaller vocabulary.
   """
   path = pathlib.Path(_folder().name)
   train_sentence_pieces([*SENTENCES, "[/b]", *"[]/0123456789"], str(path / "vocabulary.model"), 72)

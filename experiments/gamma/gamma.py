@@ -62,7 +62,9 @@ COLUMNS = (
   ),
 )
 
-PRIOR_GUESSES = 25.0  # weight of the calibration's alpha, in draft tokens, in the adaptive policy
+PRIOR_DRAFT_TOKENS = (
+  25.0  # weight of the calibration's alpha, in draft tokens, in the adaptive policy
+)
 
 
 GOAL = 0.7  # acceptance rate that the adaptive threshold keeps
@@ -202,7 +204,7 @@ def _policies(study: _Study) -> list[Policy]:
     decoder.run,
     pair.params,
     round_costs=jnp.array([calibration.round_cost(gamma) for gamma in gammas]),
-    prior=PRIOR_GUESSES * jnp.array([calibration.alpha, 1 - calibration.alpha]),
+    prior=PRIOR_DRAFT_TOKENS * jnp.array([calibration.alpha, 1 - calibration.alpha]),
   )
   ordered = tuple(sorted(drafts, key=lambda draft: draft.tree.depth))
   schedule = ScheduledDecoder(pair.target.model, ordered, decoder.verifier, decoder.eos_id)

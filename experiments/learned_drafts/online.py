@@ -319,8 +319,8 @@ class OnlineDraft(WrappedDraft):
 
   def observe(self, params: Any, state: OnlineState, outcome: Outcome) -> OnlineState:
     _, target_params = params
-    guesses, gamma = outcome.proposal.tokens, self.tree.depth
-    previous = jnp.concatenate([state.last_token[:, None], guesses[:, :-1]], axis=1)
+    draft_tokens, gamma = outcome.proposal.tokens, self.tree.depth
+    previous = jnp.concatenate([state.last_token[:, None], draft_tokens[:, :-1]], axis=1)
     p = jax.nn.softmax(outcome.logits[:, :gamma].astype(jnp.float32))
     # Train on the verified draft tokens of rows that are not done: the accepted ones and the first
     # rejected one.

@@ -108,7 +108,7 @@ def _measured(
     num_tokens=tokens,
     rounds=num_rounds(in_slots),
     tokens_per_round=tokens / num_rounds(in_slots),
-    acceptance_rate=acceptance_rate(in_slots) if tree.num_guesses else None,
+    acceptance_rate=acceptance_rate(in_slots) if tree.num_draft_tokens else None,
     identical=same and batch_texts == slot_texts,
     baseline_tokens_per_s=tokens / before,
     speculative_tokens_per_s=tokens / after,

@@ -88,7 +88,7 @@ def tree_speeds_table(chain_report: str, tree_report: str) -> Table:
       speed = tokens / cost
       cells = f"{alpha:g}|{kind}|{num_nodes}|{depth}|{tokens:.2f}|{cost:.3f}|{speed:.2f}"
       rows.append((*cells.split("|"), f"{speed / chain_speed:.2f}"))
-  columns = "alpha|guesses|nodes|depth|tokens|round|speed|over chain"
+  columns = "alpha|draft tokens|nodes|depth|tokens|round|speed|over chain"
   title = "Predicted speedup of trees over autoregressive decoding on TPU v4"
   return Table(title, tuple(columns.split("|")), tuple(rows), NOTES)
 

@@ -61,12 +61,12 @@ class BeamDraft(Settings, abc.ABC):
   depth: int
 
   @abc.abstractmethod
-  def num_guesses(self, num_beams: int) -> int:
+  def num_draft_tokens(self, num_beams: int) -> int:
     """Return N, the number of draft tokens after `num_beams` live beams."""
 
   def num_nodes(self, num_beams: int) -> int:
     """Return M, the maximum number of nodes per target forward pass; by default, all nodes."""
-    return num_beams + self.num_guesses(num_beams)
+    return num_beams + self.num_draft_tokens(num_beams)
 
   def init(self, params: Any, context: Context, hidden: Float[Array, "B C E"]) -> Any:
     """Return the state of the draft before the first round; by default it is empty."""
@@ -98,7 +98,7 @@ class NullBeamDraft(BeamDraft):
 
   depth: int = 0
 
-  def num_guesses(self, num_beams: int) -> int:
+  def num_draft_tokens(self, num_beams: int) -> int:
     return 0
 
   def propose(self, params: Any, state: Any, context: BeamContext) -> tuple[Forest, Any]:
@@ -132,7 +132,7 @@ class ModelBeamDraft(BeamDraft):
     require_count("draft_beams", self.num_beams)
     object.__setattr__(self, "depth", self.draft.tree.depth)
 
-  def num_guesses(self, num_beams: int) -> int:
+  def num_draft_tokens(self, num_beams: int) -> int:
     """Return N, the number of draft tokens: the number of the draft's beams times the depth.
 
     Raises:
@@ -156,8 +156,8 @@ class ModelBeamDraft(BeamDraft):
     """Return M, the maximum number of nodes per target forward pass; it is at most `max_nodes`.
 
     Raises:
-      InputError: `max_nodes` is not an integer or is less than `num_beams`, or `num_guesses` raises
-        InputError.
+      InputError: `max_nodes` is not an integer or is less than `num_beams`, or `num_draft_tokens`
+        raises InputError.
     """
     num_nodes = super().num_nodes(num_beams)
     if self.max_nodes is None:
@@ -262,8 +262,8 @@ class TreeBeamDraft(BeamDraft):
   def __post_init__(self):
     object.__setattr__(self, "depth", self.draft.tree.depth)
 
-  def num_guesses(self, num_beams: int) -> int:
-    return num_beams * self.draft.tree.num_guesses
+  def num_draft_tokens(self, num_beams: int) -> int:
+    return num_beams * self.draft.tree.num_draft_tokens
 
   def propose(self, params: Any, state: Any, context: BeamContext) -> tuple[Forest, Any]:
     batch, num_beams = context.last_tokens.shape

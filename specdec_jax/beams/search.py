@@ -84,9 +84,9 @@ class BeamResult(NamedTuple):
     Each search step counts as one emitted token. The rounds together may emit more tokens than the
     text has, because a search may continue after its best text has ended.
     """
-    no_guesses = jnp.zeros((*self.steps.shape, 0), jnp.int32)
+    no_draft_tokens = jnp.zeros((*self.steps.shape, 0), jnp.int32)
     num_accepted = jnp.maximum(self.steps - 1, 0)
-    rounds = Rounds(no_guesses, num_accepted, jnp.zeros_like(self.steps), self.steps)
+    rounds = Rounds(no_draft_tokens, num_accepted, jnp.zeros_like(self.steps), self.steps)
     tokens, lengths = self.tokens[:, 0], self.lengths[:, 0]
     return DecodeResult(tokens, lengths, rounds, self.num_rounds, self.not_finite)
 
@@ -273,11 +273,14 @@ class BeamSearcher(Settings):
     """
     batch, num_beams = len(prompt), self.num_beams
     first, length = self.target.prompt_tokens(prompt)
-    num_guesses, num_nodes = self.draft.num_guesses(num_beams), self.draft.num_nodes(num_beams)
-    num_cached = num_nodes if num_guesses else 0  # plain beam search verifies nothing ahead
+    num_draft_tokens, num_nodes = (
+      self.draft.num_draft_tokens(num_beams),
+      self.draft.num_nodes(num_beams),
+    )
+    num_cached = num_nodes if num_draft_tokens else 0  # plain beam search verifies nothing ahead
     # Maximum number of slots after the committed tokens that drafting, a pass or a move needs.
     num_spare = max(
-      num_beams + num_guesses,
+      num_beams + num_draft_tokens,
       num_cached + num_nodes,
       num_beams * (self.draft.depth + 1) + num_cached,
     )

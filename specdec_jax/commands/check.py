@@ -26,7 +26,7 @@ def check_exactness(
   num_texts: int = 8,
   samples_per_text: int = 60,
   num_tokens: int = 4,
-  num_guesses: int = 4_000,
+  num_draft_tokens: int = 4_000,
   level: float = 1e-3,
   seed: int = 0,
   trees: Sequence[Sequence[int]] = (),
@@ -68,8 +68,9 @@ def check_exactness(
     num_texts: number of texts for which outputs are sampled.
     samples_per_text: number of outputs that are sampled for each of these texts.
     num_tokens: number of tokens, from the first, whose joint distribution is checked.
-    num_guesses: minimum number of draft tokens in the check of rounds, for each sampling method and
-      shape. For the first sampling method and the first shape, it is four times as large.
+    num_draft_tokens: minimum number of draft tokens in the check of rounds, for each sampling
+      method and shape. For the first sampling method and the first shape, it is four times as
+      large.
     level: probability of a false alarm, for all statistical checks together.
     seed: random seed of all sampling.
     trees: parents of the draft tokens of each tree, as in `trees.Tree`.
@@ -85,7 +86,7 @@ def check_exactness(
   """
   require_seed(seed)
   if not (texts and samplings and (gammas or trees or dynamic) and batch_sizes):
-    raise InputError("There is nothing to check: no texts, samplings, guesses or batch sizes.")
+    raise InputError("There is nothing to check: no texts, samplings, draft tokens or batch sizes.")
   if not 0 < level < 1:
     raise InputError(f"level is {level}; a chance of a false alarm lies between 0 and 1.")
   if pair.simulated_alpha is not None:
@@ -99,7 +100,7 @@ def check_exactness(
       "is nothing to check; give an exact verifier as load.load_pair.verifier."
     )
   counts = dict(num_texts=num_texts, samples_per_text=samples_per_text, num_tokens=num_tokens)
-  counts |= dict(max_new_tokens=max_new_tokens, num_guesses=num_guesses)
+  counts |= dict(max_new_tokens=max_new_tokens, num_draft_tokens=num_draft_tokens)
   for name, value in [*counts.items(), *(("gamma", gamma) for gamma in gammas)]:
     require_count(name, value)
   require_count("long_tokens", long_tokens, 0)
@@ -107,7 +108,7 @@ def check_exactness(
   changing = [DynamicTree(nodes - 1, depth) for nodes, depth in dynamic]
   shapes: list[AnyTree] = [*fixed, *changing]
   for shape in shapes:
-    require_count("the number of a tree's guesses", shape.num_guesses)
+    require_count("the number of a tree's draft tokens", shape.num_draft_tokens)
   for size in batch_sizes:
     pair.require_batch_size(size)
   check = Checker(pair, texts, shapes, max(batch_sizes), max_new_tokens, long_tokens, generation)
@@ -158,7 +159,7 @@ def check_exactness(
       report(check.logits(tree))
     scored: list[RoundScores] = []
     for number, setting in enumerate(bar.track(rounds, description="checking rounds")):
-      count = num_guesses * (4 if number == 0 else 1)
+      count = num_draft_tokens * (4 if number == 0 else 1)
       # Each setting has its own seed, so that all can be tested together.
       scored.append(check.rounds(setting, count, seed + 1 + number))
       report(rounds_row(scored[-1], setting, setting_level))

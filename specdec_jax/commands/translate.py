@@ -111,7 +111,7 @@ def translate(
   if beams is not None:
     if sampling.temperature or tree is not None or gamma == "auto" or processors:
       raise InputError(
-        "A beam search samples nothing, and its draft guesses gamma steps; with beams leave the "
+        "A beam search samples nothing, and its draft searches gamma steps; with beams leave the "
         "temperature at 0, the tree and generation unset, and give gamma as a number. Pair.generate"
         " has a beam search with logits processors."
       )

@@ -103,8 +103,8 @@ class NullDraft(Draft):
     self, params: Any, state: Any, context: Context, rng: Key[Array, " B"]
   ) -> tuple[Proposal, Any]:
     batch = len(context.tokens)
-    guesses = jnp.zeros((batch, self.tree.num_guesses), jnp.int32)
-    return Proposal(guesses, tree=placeholder_shape(self.tree, batch)), state
+    draft_tokens = jnp.zeros((batch, self.tree.num_draft_tokens), jnp.int32)
+    return Proposal(draft_tokens, tree=placeholder_shape(self.tree, batch)), state
 
 
 @dataclasses.dataclass(frozen=True)
@@ -268,10 +268,10 @@ class Decoder(Settings):
       log_probs=jnp.zeros((batch, num_slots, 2)) if self.records_log_probs else None,
     )
     # One round needs logits of the target at every node, and q of every draft token.
-    num_distributions = tree.num_nodes + tree.num_guesses
+    num_distributions = tree.num_nodes + tree.num_draft_tokens
     logits = jax.ShapeDtypeStruct((batch, num_distributions, self.target.vocab_size), jnp.float32)
-    guesses = f"gamma {tree.depth}" if tree.is_chain else f"a tree of {tree.num_nodes} nodes"
-    what = f"a batch of {batch} with max_new_tokens {max_new_tokens} and {guesses}"
+    draft_tokens = f"gamma {tree.depth}" if tree.is_chain else f"a tree of {tree.num_nodes} nodes"
+    what = f"a batch of {batch} with max_new_tokens {max_new_tokens} and {draft_tokens}"
     require_memory(what, (params, state, logits))
     return state
 
@@ -342,11 +342,11 @@ class Decoder(Settings):
     """
     eos_id = self.target.eos_id if self.eos_id is None else self.eos_id
     eos_ids = jnp.atleast_1d(jnp.asarray(eos_id))
-    n, path, guesses = verification.num_accepted, verification.path, proposal.tokens
+    n, path, draft_tokens = verification.num_accepted, verification.path, proposal.tokens
     if path is not None:
-      guesses = gather(guesses, jnp.maximum(path - 1, 0))
-    i = jnp.arange(guesses.shape[1] + 1)
-    padded = jnp.pad(guesses, ((0, 0), (0, 1)))
+      draft_tokens = gather(draft_tokens, jnp.maximum(path - 1, 0))
+    i = jnp.arange(draft_tokens.shape[1] + 1)
+    padded = jnp.pad(draft_tokens, ((0, 0), (0, 1)))
     emitted = jnp.where(i < n[:, None], padded, verification.next_token[:, None])
     is_eos = (emitted[..., None] == eos_ids).any(axis=-1) & (i <= n[:, None])
     is_eos &= state.length[:, None] + i >= state.prompt_length[:, None]  # not in a forced prefix
@@ -365,12 +365,12 @@ def empty_rounds(tree: AnyTree, max_rounds: int, batch: int) -> Rounds:
     return jnp.zeros((max_rounds, batch, *shape), jnp.int32)
 
   return Rounds(
-    guesses=zeros(tree.num_guesses),
+    draft_tokens=zeros(tree.num_draft_tokens),
     num_accepted=zeros(),
     next_token=zeros(),
     num_emitted=zeros(),
     path=None if tree.is_chain else zeros(tree.depth),
-    parents=zeros(tree.num_guesses) if isinstance(tree, DynamicTree) else None,
+    parents=zeros(tree.num_draft_tokens) if isinstance(tree, DynamicTree) else None,
   )
 
 
@@ -396,9 +396,9 @@ def _recorded(
 ) -> Rounds:
   """Return the data of the rounds so far, including this one."""
   # With an adaptive gamma a round may propose fewer tokens than the arrays have room for.
-  missing = state.rounds.guesses.shape[-1] - proposal.tokens.shape[1]
+  missing = state.rounds.draft_tokens.shape[-1] - proposal.tokens.shape[1]
   record = Rounds(
-    guesses=jnp.pad(proposal.tokens, ((0, 0), (0, missing)), constant_values=-1),
+    draft_tokens=jnp.pad(proposal.tokens, ((0, 0), (0, missing)), constant_values=-1),
     num_accepted=verification.num_accepted,
     next_token=verification.next_token,
     num_emitted=num_emitted,

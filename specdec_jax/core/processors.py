@@ -70,7 +70,7 @@ def process(
 
 def node_prefixes(
   context: Any,
-  guesses: Int[Array, "B guesses"],
+  draft_tokens: Int[Array, "B draft tokens"],
   tree: AnyTree,
   first: int = 0,
   last: int | None = None,
@@ -79,24 +79,26 @@ def node_prefixes(
 
   Args:
     context: the `Context` of the round.
-    guesses: draft tokens; those after node `last - 1` may be missing.
+    draft_tokens: draft tokens; those after node `last - 1` may be missing.
     tree: shape of the proposal.
     first: index of the first node.
     last: index of the node after the last one; None to include all nodes from `first` on.
   """
   nodes = np.arange(tree.num_nodes)[first:last]
-  guesses = jnp.pad(jnp.maximum(guesses, 0), ((0, 0), (0, 1)))  # -1 was not proposed
+  draft_tokens = jnp.pad(jnp.maximum(draft_tokens, 0), ((0, 0), (0, 1)))  # -1 was not proposed
   slots, start = jnp.arange(context.tokens.shape[1]), context.length[:, None]
   if tree.is_chain:
-    text = place_tokens(context.tokens, guesses, context.length, guesses.shape[1])[:, None]
+    text = place_tokens(context.tokens, draft_tokens, context.length, draft_tokens.shape[1])[
+      :, None
+    ]
     length = start + nodes
   else:
     # Each text is the committed tokens and the path to its node, one node per depth.
-    batch, depths, ancestors = len(guesses), tree.row_depths, tree.row_ancestors[:, nodes]
+    batch, depths, ancestors = len(draft_tokens), tree.row_depths, tree.row_ancestors[:, nodes]
     at_depth = depths[:, None] == jnp.arange(1, tree.depth + 1)[:, None]
     path = (ancestors[:, :, None] & at_depth[:, None]).argmax(axis=-1)  # [B or 1, nodes, D]
     path = jnp.broadcast_to(path, (batch, *path.shape[1:])).reshape(batch, -1)
-    tokens = gather(guesses, jnp.clip(path - 1, 0, guesses.shape[1] - 1))
+    tokens = gather(draft_tokens, jnp.clip(path - 1, 0, draft_tokens.shape[1] - 1))
     tokens = tokens.reshape(batch, len(nodes), -1)
     offset = jnp.clip(slots - start, 0, tree.depth - 1)
     offset = jnp.broadcast_to(offset[:, None], (batch, len(nodes), len(slots)))

@@ -106,7 +106,7 @@ class Tree:
     return len(self.parents) + 1
 
   @property
-  def num_guesses(self) -> int:
+  def num_draft_tokens(self) -> int:
     """N, the number of draft tokens."""
     return len(self.parents)
 
@@ -123,7 +123,7 @@ class Tree:
   @property
   def depth(self) -> int:
     """D, the maximum number of draft tokens that a round can accept; gamma for a chain."""
-    return self.num_guesses if self.is_chain else int(self.depths[-1])
+    return self.num_draft_tokens if self.is_chain else int(self.depths[-1])
 
   @functools.cached_property
   def ancestors(self) -> np.ndarray:
@@ -157,13 +157,13 @@ class Tree:
   @property
   def width(self) -> int:
     """W, the maximum number of children of a node; 0 for a tree without draft tokens."""
-    return min(self.num_guesses, 1) if self.is_chain else int(self.ranks.max()) + 1
+    return min(self.num_draft_tokens, 1) if self.is_chain else int(self.ranks.max()) + 1
 
   @functools.cached_property
   def children(self) -> np.ndarray:
     """[K, W], index of the draft token that is the child of each node at each rank; N if none."""
-    children = np.full((self.num_nodes, self.width), self.num_guesses, np.int32)
-    children[list(self.parents), self.ranks] = np.arange(self.num_guesses)
+    children = np.full((self.num_nodes, self.width), self.num_draft_tokens, np.int32)
+    children[list(self.parents), self.ranks] = np.arange(self.num_draft_tokens)
     return children
 
   @property
@@ -187,7 +187,9 @@ class Tree:
 
 
 @functools.partial(
-  jax.tree_util.register_dataclass, data_fields=["parents"], meta_fields=["num_guesses", "depth"]
+  jax.tree_util.register_dataclass,
+  data_fields=["parents"],
+  meta_fields=["num_draft_tokens", "depth"],
 )
 @dataclasses.dataclass(frozen=True)
 class DynamicTree:
@@ -198,12 +200,12 @@ class DynamicTree:
   must be selected deterministically. Siblings must differ.
 
   Attributes:
-    num_guesses: N, the number of draft tokens.
+    num_draft_tokens: N, the number of draft tokens.
     depth: D, the maximum number of draft tokens on a path.
     parents: [B, N], the earlier node that each draft token follows; None outside of a round.
   """
 
-  num_guesses: int
+  num_draft_tokens: int
   depth: int
   parents: Any = None
 
@@ -211,13 +213,13 @@ class DynamicTree:
   verify_lengths = ()
 
   def __post_init__(self):
-    require_count("num_guesses", self.num_guesses, 0)
+    require_count("num_draft_tokens", self.num_draft_tokens, 0)
     require_count("depth", self.depth, 0)
 
   @property
   def num_nodes(self) -> int:
     """K, the number of nodes, including the last committed token."""
-    return self.num_guesses + 1
+    return self.num_draft_tokens + 1
 
   @property
   def row_ancestors(self) -> Bool[Array, "B K K"]:
@@ -348,7 +350,7 @@ def placeholder_shape(tree: AnyTree, batch: int) -> DynamicTree | None:
   """Return a one-level placeholder for the shape of a dynamic tree; None for a static tree."""
   if isinstance(tree, Tree):
     return None
-  return dataclasses.replace(tree, parents=jnp.zeros((batch, tree.num_guesses), jnp.int32))
+  return dataclasses.replace(tree, parents=jnp.zeros((batch, tree.num_draft_tokens), jnp.int32))
 
 
 def path_to(tree: AnyTree, node: Int[Array, " B"]) -> Int[Array, "B D"] | None:

@@ -398,7 +398,7 @@ class Rounds(NamedTuple):
   """Data of all rounds in arrays of fixed shape; num_emitted is 0 once a row has ended.
 
   Attributes:
-    guesses: draft tokens; -1 for those that were not proposed.
+    draft_tokens: draft tokens; -1 for those that were not proposed.
     num_accepted: n, the number of accepted draft tokens.
     next_token: the token after the accepted ones.
     num_emitted: number of tokens added to the text: n + 1 without those past EOS or the limit.
@@ -406,7 +406,7 @@ class Rounds(NamedTuple):
     parents: node that each draft token of a dynamic tree follows; None for static trees.
   """
 
-  guesses: Int[Array, "R B N"]
+  draft_tokens: Int[Array, "R B N"]
   num_accepted: Int[Array, "R B"]
   next_token: Int[Array, "R B"]
   num_emitted: Int[Array, "R B"]
@@ -421,7 +421,7 @@ class Rounds(NamedTuple):
     accepted token, and a round that accepts fewer than D tokens adds one rejected token.
     """
     n, emitted = self.num_accepted, self.num_emitted
-    depth = (self.guesses >= 0).sum(axis=-1) if self.path is None else self.path.shape[-1]
+    depth = (self.draft_tokens >= 0).sum(axis=-1) if self.path is None else self.path.shape[-1]
     rejected = (n < depth) & (emitted == n + 1)
     return n.clip(None, emitted).sum(axis=0), rejected.sum(axis=0)
 

@@ -131,7 +131,7 @@ class BackoffDraft(Draft):
     last_tokens = gather(context.tokens, jnp.maximum(slots, 0))
     # Context of the children of each node of a level, [B, W, order - 1]; -1 before the text.
     recent = jnp.where(slots < 0, -1, last_tokens)[:, None]
-    guesses, parent_level = [], 0
+    draft_tokens, parent_level = [], 0
     for first, end in tree.levels:
       parents = [parent - parent_level for parent in tree.parents[first - 1 : end - 1]]
       ranks = tree.ranks[first - 1 : end - 1]
@@ -139,9 +139,9 @@ class BackoffDraft(Draft):
       successors = jnp.pad(successors, ((0, 0), (0, 0), (0, tree.width)), constant_values=PAD_ID)
       tokens = take(successors, parents)[:, np.arange(len(parents)), ranks]
       recent = jnp.concatenate([take(recent, parents), tokens[..., None]], axis=-1)[..., 1:]
-      guesses.append(tokens)
+      draft_tokens.append(tokens)
       parent_level = first
-    return Proposal(jnp.concatenate(guesses, axis=1)), state
+    return Proposal(jnp.concatenate(draft_tokens, axis=1)), state
 
 
 def _successors(

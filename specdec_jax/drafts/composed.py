@@ -50,8 +50,8 @@ def hierarchical_draft(
     tree = require_static("a hierarchical draft", tree)
     outer: Any = model.build(sampling, tree, options)  # a `ModelDraft`
     inner_options = dataclasses.replace(options, reread=options.reread + 2)
-    guesses = cheaper.build(sampling, chain(inner_gamma), inner_options)
-    return HierarchicalDraft(outer.model, guesses, sampling, tree, options)
+    draft_tokens = cheaper.build(sampling, chain(inner_gamma), inner_options)
+    return HierarchicalDraft(outer.model, draft_tokens, sampling, tree, options)
 
   return _joined(f"{model.name} by {cheaper.name}", build, [model, cheaper])
 
@@ -114,25 +114,27 @@ def tree_draft(
   target: Loaded,
   draft: LoadsDraft,
   widths: Sequence[int] = (),
-  num_guesses: int | None = None,
+  num_draft_tokens: int | None = None,
 ) -> DraftSpec:
   """Return a draft that proposes a tree of depth gamma in place of a chain of length gamma.
 
   Args:
     widths: number of children of each node at depth 0, 1, ...; nodes at depths past the end of
       `widths` have one child.
-    num_guesses: number of draft tokens of a dynamic tree, to be given instead of `widths`. For
+    num_draft_tokens: number of draft tokens of a dynamic tree, to be given instead of `widths`. For
       gamma 1, the tree has one draft token.
 
   Raises:
-    InputError: both `widths` and `num_guesses` are given, or neither of them.
+    InputError: both `widths` and `num_draft_tokens` are given, or neither of them.
   """
-  if bool(widths) == (num_guesses is not None):
-    raise InputError("A tree has widths, or num_guesses if it is dynamic; give one.")
+  if bool(widths) == (num_draft_tokens is not None):
+    raise InputError("A tree has widths, or num_draft_tokens if it is dynamic; give one.")
 
   def shape(depth: int) -> AnyTree:
-    if num_guesses is not None:
-      return DynamicTree(num_guesses if depth > 1 else 1, depth)  # depth 1: the best token only
+    if num_draft_tokens is not None:
+      return DynamicTree(
+        num_draft_tokens if depth > 1 else 1, depth
+      )  # depth 1: the best token only
     return branching(*(*widths, *[1] * (depth - len(widths)))[:depth])
 
   factory = draft(target)
@@ -140,7 +142,7 @@ def tree_draft(
   def build(sampling: Sampling, tree: AnyTree, options=DraftOptions()) -> Draft:
     return factory.build(sampling, shape(tree.depth), options)
 
-  size = f"tree of {num_guesses}" if num_guesses else f"tree {'x'.join(map(str, widths))}"
+  size = f"tree of {num_draft_tokens}" if num_draft_tokens else f"tree {'x'.join(map(str, widths))}"
   return dataclasses.replace(factory, name=f"{factory.name}, {size}", build=build, path=None)
 
 
@@ -258,7 +260,7 @@ def draft_sampling(
   factory = draft(target)
 
   def build(sampling: Sampling, tree: AnyTree, options=DraftOptions()) -> Draft:
-    # At temperature 0 the most probable token is the best guess for any q.
+    # At temperature 0 the most probable token is the best draft token for any q.
     draft_sampling = dataclasses.replace(sampling, **given) if not sampling.is_argmax else sampling
     return factory.build(draft_sampling, tree, options)
 

@@ -2,8 +2,8 @@
 
 The score of a node is the product of the model's probabilities of the tokens on its path. Level by
 level, the model runs over the `width` best nodes of the previous level, and the `width` best
-children of each of them become candidates. The `num_guesses` best candidates form the tree (Li et
-al., 2024, Section 4). The shape may depend on the tokens because the tokens are selected
+children of each of them become candidates. The `num_draft_tokens` best candidates form the tree (Li
+et al., 2024, Section 4). The shape may depend on the tokens because the tokens are selected
 deterministically, not sampled.
 """
 
@@ -61,9 +61,9 @@ class DynamicDraft(Draft):
 
   def init(self, params: Any, context: Context, hidden: Float[Array, "B C E"]) -> Any:
     # The slots in `context` suffice for the proposed tree; the drafted tree may be larger.
-    extra = max(0, _drafted(self.tree, self.width).num_guesses - self.tree.num_guesses)
+    extra = max(0, _drafted(self.tree, self.width).num_draft_tokens - self.tree.num_draft_tokens)
     cache = self.empty_cache(params, context, context.tokens.shape[1] + extra)
-    return cache, jnp.zeros((len(context.tokens), self.tree.num_guesses), jnp.int32)
+    return cache, jnp.zeros((len(context.tokens), self.tree.num_draft_tokens), jnp.int32)
 
   def empty_cache(self, params: Any, context: Context, num_slots: int) -> Any:
     """Return the model's cache before the first round."""
@@ -107,12 +107,12 @@ def require_candidates(tree: DynamicTree, width: int) -> None:
   """
   require_count("width", width)
   require_count("depth", tree.depth)
-  require_count("num_guesses", tree.num_guesses)
+  require_count("num_draft_tokens", tree.num_draft_tokens)
   candidates = width + (tree.depth - 1) * width**2
-  if tree.num_guesses > candidates:
+  if tree.num_draft_tokens > candidates:
     raise InputError(
-      f"A tree of {tree.num_guesses} guesses was asked, and width {width} with depth {tree.depth} "
-      f"has {candidates} candidates; ask for fewer guesses, or more of these."
+      f"The tree has {tree.num_draft_tokens} tokens, and width {width} with depth {tree.depth} "
+      f"has {candidates} candidates; ask for fewer draft tokens, or more of these."
     )
 
 
@@ -164,8 +164,8 @@ def grow(
   batch, k = len(root_logits), width
   rows = jnp.arange(batch)[:, None]
   shape = _drafted(tree, width)
-  shape = dataclasses.replace(shape, parents=jnp.zeros((batch, shape.num_guesses), jnp.int32))
-  guesses = jnp.zeros((batch, shape.num_guesses), jnp.int32)
+  shape = dataclasses.replace(shape, parents=jnp.zeros((batch, shape.num_draft_tokens), jnp.int32))
+  draft_tokens = jnp.zeros((batch, shape.num_draft_tokens), jnp.int32)
   if processors:
     root_logits = process(processors, root_logits[:, None], text_prefixes(context))[:, 0]
   scores, tokens = _best_children(root_logits[:, None], jnp.zeros((batch, 1)), k)  # [B, 1, k]
@@ -178,13 +178,13 @@ def grow(
   candidates = [(tokens, scores, jnp.full((batch, k), -1), (processed + 1) * (tree.depth > 1))]
   for level in range(1, tree.depth):
     first, last = 1 + (level - 1) * k, 1 + level * k
-    guesses = guesses.at[:, first - 1 : last - 1].set(tokens)
+    draft_tokens = draft_tokens.at[:, first - 1 : last - 1].set(tokens)
     if level > 1:
       parents = shape.parents.at[:, first - 1 : last - 1].set(first - k + chosen)
       shape = dataclasses.replace(shape, parents=parents)
     logits, carry = extend_level(carry, tokens, chosen, level, shape)
     if processors:
-      logits = process(processors, logits, node_prefixes(context, guesses, shape, first, last))
+      logits = process(processors, logits, node_prefixes(context, draft_tokens, shape, first, last))
     child_scores, children = _best_children(logits, scores, k)  # [B, k, k]
     child_scores, children = child_scores.reshape(batch, -1), children.reshape(batch, -1)
     parents = jnp.repeat(processed, k, axis=1)  # [B, k * k]
@@ -199,7 +199,7 @@ def grow(
   tokens, scores, parents, nodes = (jnp.concatenate(field, axis=1) for field in zip(*candidates))
   # The score of a candidate is at most the score of its parent, and `top_k` takes the first of
   # equal scores. Therefore the parents of selected candidates are selected too.
-  selected = jnp.sort(lax.top_k(scores, tree.num_guesses)[1], axis=1)  # [B, N]
+  selected = jnp.sort(lax.top_k(scores, tree.num_draft_tokens)[1], axis=1)  # [B, N]
   parents = gather(parents, selected)
   parent_nodes = 1 + jax.vmap(jnp.searchsorted)(selected, parents)
   parent_nodes = jnp.where(parents < 0, 0, parent_nodes).astype(jnp.int32)

@@ -125,18 +125,18 @@ class ModelDraft(Draft):
     first, first_q, text = sample_next(self, keys[0], context, logits)
 
     def step(carry, node_and_key):
-      cache, guess, text = carry
+      cache, draft_token, text = carry
       node, key = node_and_key
-      logits, _, cache = self.model.extend(params, cache, guess[:, None], self.tree, node)
+      logits, _, cache = self.model.extend(params, cache, draft_token[:, None], self.tree, node)
       after = context._replace(tokens=text, length=context.length + node)
-      guess, q, text = sample_next(self, key, after, logits[:, 0])
-      return (cache, guess, text), (guess, q)
+      draft_token, q, text = sample_next(self, key, after, logits[:, 0])
+      return (cache, draft_token, text), (draft_token, q)
 
     nodes = jnp.arange(1, gamma)
-    (cache, *_), (guesses, q) = lax.scan(step, (cache, first, text), (nodes, keys[1:]))
-    guesses = jnp.concatenate([first[None], guesses])  # [gamma, B]
+    (cache, *_), (draft_tokens, q) = lax.scan(step, (cache, first, text), (nodes, keys[1:]))
+    draft_tokens = jnp.concatenate([first[None], draft_tokens])  # [gamma, B]
     q = jnp.concatenate([first_q[None], q])  # [gamma, B, V]
-    return Proposal(guesses.swapaxes(0, 1), q.swapaxes(0, 1)), cache
+    return Proposal(draft_tokens.swapaxes(0, 1), q.swapaxes(0, 1)), cache
 
   def observe(self, params: Any, state: Any, outcome: Outcome) -> Any:
     if self.tree.is_chain:
@@ -197,8 +197,8 @@ def draft_tree(
   keys = depth_keys(options, context, rng, tree.depth)
   for level, (first, last) in enumerate(tree.levels, 1):
     if options.processors:
-      guesses = jnp.concatenate(tokens, axis=1)
-      prefixes = node_prefixes(context, guesses, tree, above, first)
+      draft_tokens = jnp.concatenate(tokens, axis=1)
+      prefixes = node_prefixes(context, draft_tokens, tree, above, first)
       logits = process(options.processors, logits, prefixes)
     level_tokens, level_q = sample_siblings(
       keys[level - 1],

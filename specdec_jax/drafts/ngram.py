@@ -160,11 +160,11 @@ class NgramDraft(Draft):
     keys = split_rows(rng, self.tree.depth)
 
     def step(last_token, key):
-      guess, q = sample_logits(key, jnp.log(self._weights(params, last_token)), self.sampling)
-      return guess, (guess, q)
+      draft_token, q = sample_logits(key, jnp.log(self._weights(params, last_token)), self.sampling)
+      return draft_token, (draft_token, q)
 
-    _, (guesses, q) = lax.scan(step, context.last_token, keys)
-    return Proposal(guesses.swapaxes(0, 1), q.swapaxes(0, 1)), state
+    _, (draft_tokens, q) = lax.scan(step, context.last_token, keys)
+    return Proposal(draft_tokens.swapaxes(0, 1), q.swapaxes(0, 1)), state
 
   def _weights(self, ngrams: Ngrams, last_token: Int[Array, " B"]) -> Float[Array, "B V"]:
     """Return the counts from which the token after `last_token` is sampled."""

@@ -125,12 +125,12 @@ class PromptLookupDraft(Draft):
       branches.append(jnp.where(is_proposed & (copied < self.vocab_size), copied, PAD_ID))
     if tree.is_chain:
       return Proposal(branches[0]), state
-    branch = _branch_of_guess(tree)
+    branch = _branch_of_draft_token(tree)
     tokens = jnp.stack(branches, axis=1)[:, np.maximum(branch, 0), tree.depths[1:] - 1]
     return Proposal(jnp.where(branch < 0, PAD_ID, tokens)), state
 
 
-def _branch_of_guess(tree: Tree) -> np.ndarray:
+def _branch_of_draft_token(tree: Tree) -> np.ndarray:
   """Return the branch of each draft token; -1 if it is on no branch.
 
   A branch consists of a child of the last committed token and the path of first children below it.

@@ -219,7 +219,7 @@ class RetrievalDraft(Draft):
         f"{REACH} tokens, so that they may be {REACH} together."
       )
     if isinstance(self.tree, DynamicTree):
-      most = -(-self.tree.num_guesses // depth)
+      most = -(-self.tree.num_draft_tokens // depth)
     else:
       most = self.tree.width
     if most > self.num_matches:
@@ -310,7 +310,7 @@ def _most_frequent_nodes(trie: _Trie, tree: DynamicTree) -> Proposal:
 
   # A node is at most as frequent as its parent, and `top_k` takes the first of equal counts.
   # Therefore the parents of selected nodes are selected too.
-  selected = jnp.sort(lax.top_k(by_level(trie.counts), tree.num_guesses)[1], axis=1)  # [B, N]
+  selected = jnp.sort(lax.top_k(by_level(trie.counts), tree.num_draft_tokens)[1], axis=1)  # [B, N]
   parent_level = jnp.arange(-1, depth - 1) * num_matches  # first index of the level of the parent
   parents = parent_level + jnp.pad(trie.leader, ((0, 0), (0, 0), (1, 0)))[..., :depth]
   parent_nodes = 1 + jax.vmap(jnp.searchsorted)(selected, gather(by_level(parents), selected))
@@ -323,7 +323,7 @@ def _most_frequent_nodes(trie: _Trie, tree: DynamicTree) -> Proposal:
 def _most_frequent_children(trie: _Trie, tree: Tree) -> Int[Array, "B N"]:
   """Return the most frequent children of each node of a static tree, most frequent first."""
   batch, num_matches, _ = trie.counts.shape
-  guesses, parent_level = [], 0
+  draft_tokens, parent_level = [], 0
   through_node = jnp.ones((batch, 1, num_matches), bool)  # for each node of a level
   for level, (first, end) in enumerate(tree.levels):
     parents = np.array(tree.parents[first - 1 : end - 1]) - parent_level
@@ -332,7 +332,7 @@ def _most_frequent_children(trie: _Trie, tree: Tree) -> Int[Array, "B N"]:
     best = lax.top_k(counts, int(ranks.max()) + 1)
     count, match = (field[:, parents, ranks] for field in best)
     token = gather(trie.tokens[..., level], match)
-    guesses.append(jnp.where(count > 0, token, PAD_ID))
+    draft_tokens.append(jnp.where(count > 0, token, PAD_ID))
     through_node = (trie.leader[:, None, :, level] == match[..., None]) & (count > 0)[..., None]
     parent_level = first
-  return jnp.concatenate(guesses, axis=1)
+  return jnp.concatenate(draft_tokens, axis=1)

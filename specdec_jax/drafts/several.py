@@ -188,7 +188,7 @@ def joined_at_root(trees: Sequence[Tree]) -> tuple[Tree, list[int]]:
   for tree in trees:
     tree_paths = [np.flatnonzero(row)[1:] for row in tree.ancestors[1:]]
     paths += [tuple((first + path - 1).tolist()) for path in tree_paths]
-    first += tree.num_guesses
+    first += tree.num_draft_tokens
   paths.sort(key=lambda path: (len(path), path))  # level order, siblings adjacent
   node = {(): 0} | {path: i for i, path in enumerate(paths, 1)}
   return Tree([node[path[:-1]] for path in paths]), [path[-1] for path in paths]

@@ -75,15 +75,17 @@ class StoppingDraft(WrappedDraft):
       return (num_proposed < gamma) & (reach_probability >= threshold).any()
 
     def step(carry):
-      num_proposed, cache, guess, reach_probability, text, tokens, q = carry
-      logits, _, cache = model.extend(params, cache, guess[:, None], self.tree, num_proposed)
+      num_proposed, cache, draft_token, reach_probability, text, tokens, q = carry
+      logits, _, cache = model.extend(params, cache, draft_token[:, None], self.tree, num_proposed)
       after = context._replace(tokens=text, length=context.length + num_proposed)
-      guess, guess_q, text = sample_next(self.draft, keys[num_proposed], after, logits[:, 0])
+      draft_token, draft_token_q, text = sample_next(
+        self.draft, keys[num_proposed], after, logits[:, 0]
+      )
       continues = reach_probability >= threshold
-      tokens = tokens.at[:, num_proposed].set(jnp.where(continues, guess, -1))
-      q = q.at[:, num_proposed].set(jnp.where(continues[:, None], guess_q, 0.0))
+      tokens = tokens.at[:, num_proposed].set(jnp.where(continues, draft_token, -1))
+      q = q.at[:, num_proposed].set(jnp.where(continues[:, None], draft_token_q, 0.0))
       reach_probability = reach_probability * confidence(logits[:, 0])
-      return num_proposed + 1, cache, guess, reach_probability, text, tokens, q
+      return num_proposed + 1, cache, draft_token, reach_probability, text, tokens, q
 
     carry = jnp.ones((), jnp.int32), cache, first, confidence(logits), text, tokens, q
     _, cache, *_, tokens, q = lax.while_loop(any_row_continues, step, carry)

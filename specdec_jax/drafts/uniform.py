@@ -39,10 +39,10 @@ class UniformDraft(Draft):
   def propose(
     self, params: Any, state: Any, context: Context, rng: Key[Array, " B"]
   ) -> tuple[Proposal, Any]:
-    num_guesses = require_static("guessing at random", self.tree).num_guesses
+    num_draft_tokens = require_static("drafting at random", self.tree).num_draft_tokens
 
     def sample_row(key: Key[Array, ""]) -> Int[Array, " N"]:
-      return jax.random.randint(key, (num_guesses,), 0, self.vocab_size)
+      return jax.random.randint(key, (num_draft_tokens,), 0, self.vocab_size)
 
     tokens = jax.vmap(sample_row)(rng)
     return Proposal(tokens, jnp.full((*tokens.shape, self.vocab_size), 1 / self.vocab_size)), state

@@ -187,8 +187,8 @@ def _node_moves(
   cache = lax.fori_loop(0, start.max(), step, cache)
   last = gather(text, start[:, None])
   plans = plans_of(tree)
-  guesses = plans.tokens(plan, following, target.vocab_size)
-  block = jnp.concatenate([last, guesses], axis=1)
+  draft_tokens = plans.tokens(plan, following, target.vocab_size)
+  block = jnp.concatenate([last, draft_tokens], axis=1)
   in_block = target.extend(params, cache, block, plans.shape(plan, tree))[0]
 
   def of_path(path: Array) -> tuple[Array, Array]:

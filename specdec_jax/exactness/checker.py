@@ -52,7 +52,7 @@ class Setting(NamedTuple):
     sampling = self.sampling
     truncated = f" top-k {sampling.top_k}" if sampling.top_k else ""
     truncated += f" top-p {sampling.top_p:g}" if sampling.top_p < 1 else ""
-    shape = _named(self.tree) if self.tree.num_guesses else "autoregressive"
+    shape = _named(self.tree) if self.tree.num_draft_tokens else "autoregressive"
     shape += ", long texts" if self.is_long else ""
     return f"temperature {sampling.temperature:g}{truncated}, {shape}, batch {self.batch_size}"
 
@@ -192,14 +192,14 @@ class Checker:
     )
     return _p_value("samples", setting, joint.p_value, level, details)
 
-  def rounds(self, setting: Setting, num_guesses: int, seed: int) -> RoundScores:
+  def rounds(self, setting: Setting, num_draft_tokens: int, seed: int) -> RoundScores:
     """Decode texts in a setting, and score the draft tokens and next tokens of the rounds."""
     assert isinstance(setting.tree, Tree)
     eos_id = ENDLESS if setting.is_long else None
     decode = recorded(self.pair, setting.sampling, setting.tree, eos_id, self.processors)
     limit = self.long_tokens if setting.is_long else min(ROUND_TOKENS, self.max_new_tokens)
     settings = DecodeSettings(setting.sampling, setting.batch_size, limit, seed)
-    return score_rounds(self.pair, self.texts, decode, settings, num_guesses, self.processors)
+    return score_rounds(self.pair, self.texts, decode, settings, num_draft_tokens, self.processors)
 
 
 def _cached(decode: Decode) -> Decode:
@@ -229,9 +229,9 @@ def rounds_row(scored: RoundScores, setting: Setting, level: float) -> Row:
   """Return the row of the tests of the rounds of one setting."""
   assert isinstance(setting.tree, Tree)
   count = max(positions(setting.tree)) + 1
-  guesses = scored.at(*range(count))
-  what = f"{len(guesses.position)} guesses, by position in a round"
-  power = functools.partial(_bias, guesses, martingale.MAX_SETTING_WEIGHT)
+  draft_tokens = scored.at(*range(count))
+  what = f"{len(draft_tokens.position)} draft tokens, by position in a round"
+  power = functools.partial(_bias, draft_tokens, martingale.MAX_SETTING_WEIGHT)
   return _of_drifts("rounds", setting, martingale.drifts(scored, count), level, what, power)
 
 
@@ -239,14 +239,16 @@ def pooled_rows(scored: Sequence[RoundScores], level: float) -> Iterator[Row]:
   """Yield the tests of the rounds of all settings together."""
   level /= 5
   every = martingale.joined(scored)
-  guesses = every.where(every.position >= 0)
+  draft_tokens = every.where(every.position >= 0)
   sampled = jax.tree.map(lambda x: x[every.next.spread > 0], every.next)
-  what = f"{guesses.accepted.sum():.0f} of {len(guesses.position)} guesses accepted, "
-  what += f"{guesses.probability.sum():.1f} expected"
-  power: Callable[[float], str] = functools.partial(_bias, guesses, martingale.MAX_WEIGHT)
-  weighted = {"weighted": [martingale.acceptance_drift(guesses)]}
+  what = (
+    f"{draft_tokens.accepted.sum():.0f} of {len(draft_tokens.position)} draft tokens accepted, "
+  )
+  what += f"{draft_tokens.probability.sum():.1f} expected"
+  power: Callable[[float], str] = functools.partial(_bias, draft_tokens, martingale.MAX_WEIGHT)
+  weighted = {"weighted": [martingale.acceptance_drift(draft_tokens)]}
   yield _of_drifts("acceptance", "all rounds", weighted, level, what, power)
-  for check, scores in (("guesses", guesses.guess), ("next tokens", sampled)):
+  for check, scores in (("draft_tokens", draft_tokens.draft_token), ("next tokens", sampled)):
     by_kind = {kind: [martingale.token_drift(scores, kind)] for kind in martingale.TOKEN_SCORES}
     power = functools.partial(_temperature, scores)
     what = f"{len(scores.rank)} tokens"
@@ -282,10 +284,10 @@ def _of_drifts(
   return _p_value(check, setting, min(p_values), level, details)
 
 
-def _bias(guesses: RoundScores, max_weight: float, level: float) -> str:
-  bias = martingale.detectable_bias(guesses, level, max_weight=max_weight)
+def _bias(draft_tokens: RoundScores, max_weight: float, level: float) -> str:
+  bias = martingale.detectable_bias(draft_tokens, level, max_weight=max_weight)
   if math.isinf(bias):
-    return "too few guesses to detect any bias in acceptance"
+    return "too few draft tokens to detect any bias in acceptance"
   return f"detects a bias of {bias:.2%} in acceptance"
 
 

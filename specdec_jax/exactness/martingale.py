@@ -2,9 +2,10 @@
 
 Output is exact if three conditions hold in every round:
 
-- Each guess is sampled from the q that its draft reports.
-- Each verified guess is accepted with the probability that token verification prescribes.
-- The token that replaces rejected guesses is sampled from the residual distribution, and a bonus
+- Each draft token is sampled from the q that its draft reports.
+- Each verified draft token is accepted with the probability that token verification prescribes.
+- The token that replaces rejected draft tokens is sampled from the residual distribution, and a
+bonus
   token is sampled from the target's distribution.
 
 Each condition gives scores that have mean 0 and a known bound on their variance, given all earlier
@@ -26,9 +27,9 @@ import jax
 import numpy as np
 from scipy import optimize, stats
 
-MAX_WEIGHT = 50.0  # largest weight of a guess in the acceptance test over all rounds
+MAX_WEIGHT = 50.0  # largest weight of a draft token in the acceptance test over all rounds
 # Largest weight in the test of one setting. It is smaller, because a large weight loosens the
-# bound, which pays off only with many guesses.
+# bound, which pays off only with many draft tokens.
 MAX_SETTING_WEIGHT = 10.0
 MIN_PROB = 1e-4  # lower bound on probabilities in scores of log-probability
 LAGS = range(1, 17)  # distances, in tokens, between the rounds that are compared
@@ -62,20 +63,21 @@ class Scores(NamedTuple):
 
 
 class RoundScores(NamedTuple):
-  """Scores of verified guesses, and of bonus tokens, which have no guess; in arrays of one shape.
+  """Scores of verified draft tokens, and of bonus tokens, in arrays of one shape.
 
   Attributes:
     row: number of the output, from 0.
-    slot: slot of the guess or of the bonus token in the output, from 0.
+    slot: slot of the draft token or of the bonus token in the output, from 0.
     start: slot at which the round began.
-    sibling: number of earlier siblings of the guess.
-    position: position of the guess in its round, from 0 (`round_scores.positions`); -1 for a bonus
-      token.
-    accepted: whether the guess was accepted.
-    probability: probability that the guess is accepted, given that its earlier siblings were not.
-    guess: scores of the guess under the q that its draft reports.
-    next: scores of the token that the target sampled in place of the guess, or as a bonus token;
-      0 if the guess was accepted or has a later sibling.
+    sibling: number of earlier siblings of the draft token.
+    position: position of the draft token in its round, from 0 (`round_scores.positions`); -1 for a
+      bonus token.
+    accepted: whether the draft token was accepted.
+    probability: probability that the draft token is accepted, given that its earlier siblings were
+      not.
+    draft_token: scores of the draft token under the q that its draft reports.
+    next: scores of the token that the target sampled in place of the draft token, or as a bonus
+      token; 0 if the draft token was accepted or has a later sibling.
   """
 
   row: Any
@@ -85,7 +87,7 @@ class RoundScores(NamedTuple):
   position: Any
   accepted: Any
   probability: Any
-  guess: Scores
+  draft_token: Scores
   next: Scores
 
   def where(self, mask: np.ndarray) -> "RoundScores":
@@ -142,11 +144,11 @@ def joined(parts: Sequence[RoundScores]) -> RoundScores:
 
 
 def acceptance_drift(scored: RoundScores, max_weight: float = MAX_WEIGHT) -> Drift:
-  """Return the drift of `accepted - probability` over all guesses, with a weight for each guess.
+  """Return the drift of `accepted - probability` over all draft tokens, weighted.
 
-  Let `a` be the acceptance probability of a guess. A bias that multiplies `a` by a constant shifts
-  the mean of the difference in proportion to `a`, and the variance of the difference is a (1 - a).
-  The most powerful weight is therefore 1 / (1 - a). It is limited to `max_weight`.
+  Let `a` be the acceptance probability of a draft token. A bias that multiplies `a` by a constant
+  shifts the mean of the difference in proportion to `a`, and the variance of the difference is a (1
+  - a). The most powerful weight is therefore 1 / (1 - a). It is limited to `max_weight`.
   """
   a, weight = scored.probability, _weight(scored.probability, max_weight)
   scores = weight * (scored.accepted - a)
@@ -178,8 +180,8 @@ def drifts(scored: RoundScores, count: int) -> dict[str, list[Drift]]:
   return {
     "all acceptance": [acceptance_drift(joined(at), MAX_SETTING_WEIGHT)],
     "acceptance": [acceptance_drift(x, MAX_SETTING_WEIGHT) for x in at],
-    "guesses": [token_drift(x.guess, "rank") for x in at],
-    "guesses' log-probability": [token_drift(scored.guess, "log-probability")],
+    "draft_tokens": [token_drift(x.draft_token, "rank") for x in at],
+    "draft tokens' log-probability": [token_drift(scored.draft_token, "log-probability")],
     "next tokens": [token_drift(x.next, "rank") for x in (*at, scored.at(-1))],
     "next tokens' log-probability": [token_drift(scored.next, "log-probability")],
   }
@@ -190,9 +192,9 @@ def detectable_bias(
 ) -> float:
   """Return the smallest bias b of acceptance that the test detects with probability `power`.
 
-  The test is that of `acceptance_drift` at significance level `level`. With bias b, a guess with
-  acceptance probability a is accepted with probability min(1, (1 + b) a) instead. The result is
-  infinite if the test detects no bias.
+  The test is that of `acceptance_drift` at significance level `level`. With bias b, a draft token
+  with acceptance probability a is accepted with probability min(1, (1 + b) a) instead. The result
+  is infinite if the test detects no bias.
   """
   a, weight = scored.probability, _weight(scored.probability, max_weight)
   critical = acceptance_drift(scored, max_weight).critical(level)
@@ -234,24 +236,25 @@ _Scored = tuple[np.ndarray, np.ndarray, float]  # scores, their variances, and t
 def within_rounds(scored: RoundScores) -> dict[str, Drift]:
   """Correlate scores of tokens and of acceptance with earlier scores of the same round."""
   drafted, sampled = scored.where(scored.position >= 0), scored.where(scored.next.spread > 0)
-  # `first_child` has the first child at each slot, and `opening` the first guess of each round.
+  # `first_child` has the first child at each slot, and `opening` the first draft token of each
+  # round.
   first_child = drafted.where(drafted.sibling == 0)
   opening = first_child.where(first_child.slot == first_child.start)
   correlations: dict[str, Drift] = {}
   for name in ("rank", "place"):
-    of = operator.attrgetter(f"guess.{name}")
+    of = operator.attrgetter(f"draft_token.{name}")
     follows = getattr(sampled.next, name), sampled.next.spread, 0.5
     first = _at(opening, of(opening), sampled.row, sampled.start)
     rejected = _at(drafted, of(drafted), sampled.row, sampled.slot)
     is_bonus = sampled.position < 0
     last = np.where(is_bonus, _before(drafted, of(drafted), sampled), rejected)
     before = _before(first_child, of(first_child), first_child)
-    guesses = of(first_child), first_child.guess.spread, 0.5
+    draft_tokens = of(first_child), first_child.draft_token.spread, 0.5
     for what, later, earlier in (
-      ("next token with the round's first guess", follows, first),
-      ("next token with the last verified guess", follows, last),
-      ("guess with the guess before", guesses, before),
-      ("acceptance with its guess", _acceptance(drafted), of(drafted)),
+      ("next token with the round's first draft token", follows, first),
+      ("next token with the last verified draft token", follows, last),
+      ("draft token with the draft token before", draft_tokens, before),
+      ("acceptance with its draft token", _acceptance(drafted), of(drafted)),
     ):
       correlations[f"{what}, by {name}"] = _product(later, earlier, 0.5)
   later = _acceptance(first_child)
@@ -265,10 +268,12 @@ def between_rounds(scored: RoundScores, lags: range = LAGS) -> dict[str, Drift]:
 
   Pairs of scores of four kinds are correlated:
 
-  - guesses at the same position of two rounds, at the distance between the starts of the rounds;
-  - the acceptance of such guesses, at the same distance;
+  - draft tokens at the same position of two rounds, at the distance between the starts of the
+  rounds;
+  - the acceptance of such draft tokens, at the same distance;
   - the next tokens of two rounds, at the distance between the starts of the rounds;
-  - any two guesses that are first children, of one round or of two, at the distance between their
+  - any two draft tokens that are first children, of one round or of two, at the distance between
+  their
     slots.
 
   In neighboring outputs (consecutive rows), the distance is 0.
@@ -288,9 +293,9 @@ def _grids(scored: RoundScores) -> Iterator[tuple[str, np.ndarray, np.ndarray, f
   """Yield name, scores, variances and bound of each kind of scores that `between_rounds` uses.
 
   The arrays have the shape [rows, slots, columns], and are 0 where nothing was sampled. A row is an
-  output, and a slot is the index of a token in it. Scores of a guess and of its acceptance are at
-  the slot of the guess; the score of a next token is at the slot at which its round began. A column
-  is a position of a guess in its round; other scores have a single column.
+  output, and a slot is the index of a token in it. Scores of a draft token and of its acceptance
+  are at the slot of the draft token; the score of a next token is at the slot at which its round
+  began. A column is a position of a draft token in its round; other scores have a single column.
   """
   drafted, sampled = scored.where(scored.position >= 0), scored.where(scored.next.spread > 0)
   first_child = drafted.where(drafted.sibling == 0)
@@ -304,8 +309,8 @@ def _grids(scored: RoundScores) -> Iterator[tuple[str, np.ndarray, np.ndarray, f
 
   for name in ("rank", "place"):
     for what, part, scores, slot, columns in (
-      ("guesses of rounds", drafted, drafted.guess, drafted.slot, drafted.position),
-      ("any guesses", first_child, first_child.guess, first_child.slot, 0),
+      ("draft tokens of rounds", drafted, drafted.draft_token, drafted.slot, drafted.position),
+      ("any draft tokens", first_child, first_child.draft_token, first_child.slot, 0),
       ("next tokens of rounds", sampled, sampled.next, sampled.start, 0),
     ):
       yield (
@@ -327,9 +332,9 @@ def _acceptance(scored: RoundScores) -> _Scored:
 
 
 def _at(scored: RoundScores, values: np.ndarray, row: np.ndarray, slot: np.ndarray) -> np.ndarray:
-  """Return the value of the last guess at each given row and slot, or 0 if there is no guess.
+  """Return the value of the last draft token at each given row and slot, or 0 if there is none.
 
-  `values` has one value for each guess in `scored`.
+  `values` has one value for each draft token in `scored`.
   """
   if not len(scored.row):
     return np.zeros(len(row))
@@ -340,7 +345,7 @@ def _at(scored: RoundScores, values: np.ndarray, row: np.ndarray, slot: np.ndarr
 
 
 def _before(scored: RoundScores, values: np.ndarray, later: RoundScores) -> np.ndarray:
-  """Return the value of the guess one slot before each token of `later`; 0 where a round starts."""
+  """Return the value of the draft token before each token of `later`; 0 where a round starts."""
   return _at(scored, values, later.row, later.slot - 1) * (later.slot > later.start)
 
 

@@ -23,18 +23,18 @@ from specdec_jax.pair import Pair
 
 
 class Plans(NamedTuple):
-  """Plans for placing a text on one path of a tree with N guesses and depth D.
+  """Plans for placing a text on one path of a tree with N draft tokens and depth D.
 
   A plan consists of a shape of the tree and the leaf at which the path ends.
 
   Attributes:
-    parents: [plans, N], parent of each guess.
-    depths: [plans, N], depth of each guess; children of the root have depth 1.
-    offsets: [plans, N], number that is added to the text's token at the depth of each guess; 0 for
-      guesses on the path.
+    parents: [plans, N], parent of each draft token.
+    depths: [plans, N], depth of each draft token; children of the root have depth 1.
+    offsets: [plans, N], number that is added to the text's token at the depth of each draft token;
+      0 for draft tokens on the path.
     paths: [plans, leaves, D], nodes below the root on the path to each leaf. The path with the text
       is first. Entries past a leaf are 0, and so are the paths of leaves that a shape lacks.
-    lengths: [plans], number of guesses on the path with the text.
+    lengths: [plans], number of draft tokens on the path with the text.
   """
 
   parents: np.ndarray
@@ -44,7 +44,7 @@ class Plans(NamedTuple):
   lengths: np.ndarray
 
   def tokens(self, plan: Array, text: Array, vocab_size: int) -> Array:
-    """Return the guesses [B, N], given the plan number [B] and next tokens [B, D] of each row."""
+    """Return draft tokens [B, N], given the plan number [B] and next tokens [B, D] of each row."""
     text_tokens = gather(text, jnp.asarray(self.depths - 1)[plan])
     return (text_tokens + jnp.asarray(self.offsets)[plan]) % vocab_size
 
@@ -88,9 +88,9 @@ def shapes_of(tree: DynamicTree, count: int = 3) -> list[Tree]:
   shapes = []
   for seed in range(count):
     rng = np.random.default_rng(seed)
-    depth = min(tree.depth, tree.num_guesses)
+    depth = min(tree.depth, tree.num_draft_tokens)
     nodes = [(0,) * length for length in range(depth + 1)]  # the ranks on the path to each node
-    while len(nodes) <= tree.num_guesses:
+    while len(nodes) <= tree.num_draft_tokens:
       parent = nodes[rng.integers(len(nodes))]
       if len(parent) < tree.depth:
         rank = sum(node[:-1] == parent for node in nodes if node)

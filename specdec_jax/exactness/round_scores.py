@@ -1,4 +1,4 @@
-"""Test statistics of rounds: scores of guesses, acceptance and next tokens, which have mean 0.
+"""Test statistics of rounds: scores of draft tokens, acceptance and next tokens, which have mean 0.
 
 q is the distribution that the draft reports, and p is the distribution of the target. p comes from
 one target forward pass over the decoded text, not from the decoding loop, which is under test.
@@ -38,19 +38,19 @@ from specdec_jax.measure.alpha import teacher_forced_logits
 from specdec_jax.pair import Pair
 
 # Function of (prompt [B, P], keys [B], *, max_new_tokens).
-Decode = Callable[..., tuple[DecodeResult, "TriedGuesses"]]
+Decode = Callable[..., tuple[DecodeResult, "TriedDraftTokens"]]
 
 
-class TriedGuesses(NamedTuple):
-  """Guesses for each token of a text: the children of the node before the token, in order of rank.
+class TriedDraftTokens(NamedTuple):
+  """Draft tokens for each token of a text: the children of the node before it, in order of rank.
 
   Attributes:
     start: slot of `Context.tokens` at which the round began.
-    position: position of the guess in its round (`positions`); -1 for a child that the node does
-      not have or that the draft did not propose.
-    tokens: the guesses.
+    position: position of the draft token in its round (`positions`); -1 for a child that the node
+      does not have or that the draft did not propose.
+    tokens: the draft tokens.
     q: distributions that the draft reports; 0 for a child that the node does not have.
-    accepted: whether the guess was accepted.
+    accepted: whether the draft token was accepted.
   """
 
   start: Int[Array, "B T"]
@@ -61,36 +61,36 @@ class TriedGuesses(NamedTuple):
 
 
 def positions(tree: Tree) -> list[int]:
-  """Return the position in a round of each guess of a tree.
+  """Return the position in a round of each draft token of a tree.
 
-  Guesses with the same depth and the same rank have the same position. A position is an index, from
-  0, into the sorted list of all distinct pairs (depth, rank) in the tree. In a chain, it is the
-  index of the guess.
+  Draft tokens with the same depth and the same rank have the same position. A position is an index,
+  from 0, into the sorted list of all distinct pairs (depth, rank) in the tree. In a chain, it is
+  the index of the draft token.
   """
   places = [*zip(tree.depths[1:].tolist(), tree.ranks.tolist())]
   return [sorted({*places}).index(place) for place in places]
 
 
 def acceptance_probs(
-  p: Float[Array, "*batch V"], q: Float[Array, "*batch W V"], guesses: Int[Array, "*batch W"]
+  p: Float[Array, "*batch V"], q: Float[Array, "*batch W V"], draft_tokens: Int[Array, "*batch W"]
 ) -> tuple[Float[Array, "*batch W"], Float[Array, "*batch V"]]:
-  """Compute the exact acceptance probabilities of the guesses at a node, and the residual.
+  """Compute the exact acceptance probabilities of the draft tokens at a node, and the residual.
 
-  The residual r begins as p. A guess x from q is accepted with probability min(1, r(x) / q(x)). If
-  the guess is rejected, r becomes norm(max(0, r - q)). Where there is no guess, q is 0 and r does
-  not change. With one guess, this is Algorithm 1 (Section 2.3). The computation does not use
-  `core.verify.tokens`, because that module is under test.
+  The residual r begins as p. A draft token x from q is accepted with probability min(1, r(x) /
+  q(x)). If the draft token is rejected, r becomes norm(max(0, r - q)). Where there is no draft
+  token, q is 0 and r does not change. With one draft token, this is Algorithm 1 (Section 2.3). The
+  computation does not use `core.verify.tokens`, because that module is under test.
 
   Returns:
-    The probability that each guess is accepted, given that its earlier siblings were rejected, and
-    the weights of the next token if all guesses are rejected.
+    The probability that each draft token is accepted, given that its earlier siblings were
+    rejected, and the weights of the next token if all draft tokens are rejected.
   """
   r, probabilities = p, []
-  for rank in range(guesses.shape[-1]):
+  for rank in range(draft_tokens.shape[-1]):
     if rank:
       r = r / r.sum(axis=-1, keepdims=True)
     q_of_rank = q[..., rank, :]
-    r_x, q_x = (gather_token(x, guesses[..., rank]) for x in (r, q_of_rank))
+    r_x, q_x = (gather_token(x, draft_tokens[..., rank]) for x in (r, q_of_rank))
     probabilities.append(jnp.where(r_x < q_x, r_x / q_x, 1.0))
     residual = jnp.maximum(r - q_of_rank, 0.0)
     r = jnp.where(residual.any(axis=-1, keepdims=True), residual, r)
@@ -104,7 +104,7 @@ def recorded(
   eos_id: int | None = None,
   processors: Processors = (),
 ) -> Decode:
-  """Return a function that decodes as `pair.decoder` does, and also returns `TriedGuesses`.
+  """Return a function that decodes as `pair.decoder` does, and also returns `TriedDraftTokens`.
 
   If `eos_id` is None, the EOS of the pair's vocabulary ends a text.
   """
@@ -117,7 +117,7 @@ def recorded(
 
 @dataclasses.dataclass(frozen=True)
 class RecordingDraft(WrappedDraft):
-  """A draft that wraps another one and records in its state the guesses at every slot.
+  """A draft that wraps another one and records in its state the draft tokens at every slot.
 
   As in a cache, the next round overwrites the slots past the text.
   """
@@ -129,7 +129,7 @@ class RecordingDraft(WrappedDraft):
     tree = require_static("recording", self.tree)
     slots = *context.tokens.shape, tree.width
     none, q = jnp.zeros(slots, jnp.int32), jnp.zeros((*slots, self.vocab_size))
-    return state, TriedGuesses(none[..., 0], none, none, q, jnp.zeros(slots, bool))
+    return state, TriedDraftTokens(none[..., 0], none, none, q, jnp.zeros(slots, bool))
 
   def propose(self, params: Any, state: Any, context: Context, rng: Array) -> tuple[Proposal, Any]:
     draft_state, tried = state
@@ -149,12 +149,12 @@ class RecordingDraft(WrappedDraft):
     # Children [B, D + 1, W] of the last committed token and of the accepted nodes; N for no child.
     children = jnp.asarray(tree.children)[jnp.pad(path, ((0, 0), (1, 0)))]
     begin = outcome.length - outcome.num_emitted
-    guesses = tokens.at[rows, children].get(mode="clip")
+    draft_tokens = tokens.at[rows, children].get(mode="clip")
     position = jnp.asarray([*positions(tree), -1], jnp.int32)[children]
-    tried_in_round = TriedGuesses(
+    tried_in_round = TriedDraftTokens(
       jnp.broadcast_to(begin[:, None], children.shape[:2]),
-      jnp.where(guesses < 0, -1, position),  # not proposed
-      guesses,
+      jnp.where(draft_tokens < 0, -1, position),  # not proposed
+      draft_tokens,
       q.at[rows, children].get(mode="fill", fill_value=0.0),
       children + 1 == jnp.pad(path, ((0, 0), (0, 1)))[..., None],
     )
@@ -170,7 +170,7 @@ class RecordingDraft(WrappedDraft):
 @functools.partial(jax.jit, static_argnames=("decoder", "max_new_tokens"))
 def _recorded_decode(
   decoder: Decoder, params: Params, prompt: Array, rng: Array, *, max_new_tokens: int
-) -> tuple[DecodeResult, TriedGuesses]:
+) -> tuple[DecodeResult, TriedDraftTokens]:
   state = decoder.init(params, prompt, rng, max_new_tokens)
   state = decoder.run_rounds(params, state)
   rows = jnp.arange(len(prompt))[:, None]
@@ -183,10 +183,10 @@ def score_rounds(
   texts: Sequence[str],
   decode: Decode,
   settings: DecodeSettings,
-  num_guesses: int,
+  num_draft_tokens: int,
   processors: Processors = (),
 ) -> RoundScores:
-  """Decode texts until `num_guesses` guesses have been verified, and return the scores of rounds.
+  """Decode texts until `num_draft_tokens` of them are verified; return the scores of rounds.
 
   Texts are decoded repeatedly if necessary. The decision to stop depends on earlier rounds only, so
   the means of the scores stay 0. The recorded q take 4 V W bytes for each token of a batch, with a
@@ -195,12 +195,12 @@ def score_rounds(
   """
   prompts, parts, count, first = pair.prompt(texts), [], 0, 0
   batch_size = settings.batch_size
-  while count < num_guesses:
+  while count < num_draft_tokens:
     prompt = prompts[np.arange(first, first + batch_size) % len(texts)]
     keys = row_keys(settings.seed, first, batch_size)
     result, tried = decode(prompt, keys, max_new_tokens=settings.max_new_tokens)
     longest = -(-int(require_finite(result).lengths.max()) // 32) * 32  # few shapes, few programs
-    tokens, tried = result.tokens[:, :longest], TriedGuesses(*(x[:, :longest] for x in tried))
+    tokens, tried = result.tokens[:, :longest], TriedDraftTokens(*(x[:, :longest] for x in tried))
     scores = _scores(pair, prompt, tokens, tried, settings, processors)
     visited, scored = jax.tree.map(lambda x: np.asarray(x, float), scores)
     is_text = np.arange(tokens.shape[1]) < np.asarray(result.lengths)[:, None]
@@ -215,14 +215,14 @@ def _scores(
   pair: Pair,
   prompt: Array,
   tokens: Array,
-  tried: TriedGuesses,
+  tried: TriedDraftTokens,
   settings: DecodeSettings,
   processors: Processors,
 ) -> tuple[Array, RoundScores]:
-  """Return which guesses were verified, and their scores, all with shape [B, T, W].
+  """Return which draft tokens were verified, and their scores, all with shape [B, T, W].
 
-  A bonus token has no guess; its scores are those of a first child that does not exist. Entries
-  past the end of a row are arbitrary.
+  A bonus token has no draft token; its scores are those of a first child that does not exist.
+  Entries past the end of a row are arbitrary.
   """
   target, limit = pair.target.model, settings.max_new_tokens
   exists, visited, probability, drawn = _outcomes(
@@ -240,7 +240,7 @@ def _scores(
     position=tried.position,
     accepted=tried.accepted,
     probability=probability,
-    guess=_token_scores(tried.q, tried.tokens),
+    draft_token=_token_scores(tried.q, tried.tokens),
     next=jax.tree.map(lambda x: jnp.where(is_last, x[..., None], 0.0), next_scores),
   )
 
@@ -251,18 +251,18 @@ def _outcomes(
   params: Any,
   prompt: Array,
   tokens: Array,
-  tried: TriedGuesses,
+  tried: TriedDraftTokens,
   sampling: Sampling,
   limit: int,
   processors: Processors,
 ) -> tuple[Array, Array, Array, Array]:
-  """Return the outcomes of the guesses at each token.
+  """Return the outcomes of the draft tokens at each token.
 
   Returns:
     (exists, verified, probability, weights). The first three have shape [B, T, W]: whether each
-    guess exists, whether it was verified, and the probability that it is accepted. A first child
-    counts as verified even if it does not exist. The weights [B, T, V] are those from which each
-    token was sampled; they are 0 for an accepted guess.
+    draft token exists, whether it was verified, and the probability that it is accepted. A first
+    child counts as verified even if it does not exist. The weights [B, T, V] are those from which
+    each token was sampled; they are 0 for an accepted draft token.
   """
   logits = teacher_forced_logits(target, params, prompt, tokens)
   p = distribution(processed(processors, target, prompt, tokens, limit, logits), sampling)

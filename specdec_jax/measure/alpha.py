@@ -19,7 +19,7 @@ from specdec_jax.core.sampling import Sampling, distribution
 from specdec_jax.core.trees import Tree, branching, chain
 from specdec_jax.core.types import Context, DecodeResult, Draft, Model
 from specdec_jax.core.verify.lossy import emitted_distribution
-from specdec_jax.core.verify.tokens import guess_probs, within_lenience
+from specdec_jax.core.verify.tokens import draft_token_probs, within_lenience
 from specdec_jax.measure.records import Outputs
 from specdec_jax.pair import Pair
 
@@ -117,8 +117,8 @@ def proposals(
     return state, (proposal.tokens, one_hot if proposal.q is None else proposal.q)
 
   state = draft.init(draft_params, context(0), jnp.zeros((batch, 1, 0)))
-  guesses, q = lax.scan(propose, state, jnp.arange(num_tokens))[1]
-  return guesses.swapaxes(0, 1), q.swapaxes(0, 1)
+  draft_tokens, q = lax.scan(propose, state, jnp.arange(num_tokens))[1]
+  return draft_tokens.swapaxes(0, 1), q.swapaxes(0, 1)
 
 
 @functools.partial(jax.jit, static_argnames=("sampling", "lenience"))
@@ -137,9 +137,9 @@ def acceptance_and_change(
   """
   p = distribution(target_logits, sampling)
   if sampling.temperature == 0 and lenience < 1:
-    guess = q.argmax(axis=-1)
-    lenient = within_lenience(target_logits, guess, lenience)[..., None]
-    emitted = jnp.where(lenient, jax.nn.one_hot(guess, p.shape[-1]), p)
+    draft_token = q.argmax(axis=-1)
+    lenient = within_lenience(target_logits, draft_token, lenience)[..., None]
+    emitted = jnp.where(lenient, jax.nn.one_hot(draft_token, p.shape[-1]), p)
     return (emitted * q).sum(axis=-1), jnp.abs(emitted - p).sum(axis=-1) / 2
   change = jnp.abs(emitted_distribution(p, q, lenience) - p).sum(axis=-1) / 2
   return jnp.minimum(p / lenience, q).sum(axis=-1), change
@@ -173,8 +173,8 @@ def positional_acceptance(
   draft = pair.draft.build(sampling, tree)
   for prompt, output in zip(prompts, decoded):
     logits = teacher_forced_logits(pair.target.model, pair.target.params, prompt, output.tokens)
-    guesses, q = _proposals_of_pair(pair, draft, prompt, output.tokens)
-    accepted = np.asarray(_sibling_probs(logits, guesses, q, sampling, tree, lenience))
+    draft_tokens, q = _proposals_of_pair(pair, draft, prompt, output.tokens)
+    accepted = np.asarray(_sibling_probs(logits, draft_tokens, q, sampling, tree, lenience))
     is_text = np.arange(accepted.shape[1]) < np.asarray(output.lengths)[:, None]
     total += accepted[is_text].sum(axis=0)
     count += int(is_text.sum())
@@ -184,7 +184,7 @@ def positional_acceptance(
 @functools.partial(jax.jit, static_argnames=("sampling", "tree", "lenience"))
 def _sibling_probs(
   logits: Float[Array, "B T V"],
-  guesses: Int[Array, "B T W"],
+  draft_tokens: Int[Array, "B T W"],
   q: Float[Array, "B T W V"],
   sampling: Sampling,
   tree: Tree,
@@ -198,11 +198,11 @@ def _sibling_probs(
     """Merge the axes B and T."""
     return x.reshape(-1, *x.shape[2:])
 
-  q_x, r_x = guess_probs(tree, flat(guesses), flat(q), flat(p), lenience)
+  q_x, r_x = draft_token_probs(tree, flat(draft_tokens), flat(q), flat(p), lenience)
   q_x = lenience * q_x
-  accepted = jnp.where(q_x > r_x, r_x / q_x, 1.0).reshape(guesses.shape)
+  accepted = jnp.where(q_x > r_x, r_x / q_x, 1.0).reshape(draft_tokens.shape)
   if sampling.temperature == 0 and lenience < 1:
-    accepted = jnp.where(within_lenience(logits[:, :, None], guesses, lenience), 1.0, accepted)
+    accepted = jnp.where(within_lenience(logits[:, :, None], draft_tokens, lenience), 1.0, accepted)
   rejected = jnp.cumprod(1 - accepted, axis=-1)  # this sibling and all earlier ones
   return accepted * jnp.pad(rejected[..., :-1], ((0, 0), (0, 0), (1, 0)), constant_values=1.0)
 

@@ -170,14 +170,14 @@ def choose_tree(
   `acceptance` has for each rank the probability that the child of that rank is the accepted one.
   """
   starts = next(iter(costs.values())).prefill_steps
-  shapes = np.array([(t.depth, t.num_guesses, t.depth * cost.c) for t, cost in costs.items()])
+  shapes = np.array([(t.depth, t.num_draft_tokens, t.depth * cost.c) for t, cost in costs.items()])
   *shapes, drafting = (shapes / [[cost.v] for cost in costs.values()]).T
   level_cost, token_cost = np.maximum(0.0, np.linalg.lstsq(np.transpose(shapes), drafting)[0])
   sizes, vs = zip(*sorted((tree.num_nodes, cost.v) for tree, cost in costs.items()))
   candidates, nodes = [], [n for n in NODES if n <= sizes[-1]]
   for tree in {theory.best_tree(acceptance, n, d) for n in nodes for d in range(1, DEPTH + 1)}:
     if not tree.is_chain:
-      drafting = level_cost * tree.depth + token_cost * tree.num_guesses
+      drafting = level_cost * tree.depth + token_cost * tree.num_draft_tokens
       v = float(np.interp(tree.num_nodes, [1, *sizes], [1.0, *vs]))
       rates = theory.tree_rates(tree, acceptance)
       speedup = theory.text_improvement(
@@ -236,7 +236,7 @@ def given_tree(gamma: int | str, tree: Sequence[int] | str | None) -> Tree | Non
       raise InputError(
         f"gamma is 'auto' and tree is {tree!r:.100}: a tree leaves no gamma to choose; give one."
       )
-    require_count("the number of a tree's guesses", len(tree))
+    require_count("the number of a tree's draft tokens", len(tree))
     static_tree = Tree(tree)
     require_tree_memory(static_tree.num_nodes)
     return static_tree

@@ -191,10 +191,10 @@ def round_calls(
 
   def accept(tree) -> Looped:
     logits = jax.random.normal(jax.random.key(1), (CHAIN, batch, tree.num_nodes, vocab_size))
-    guesses = jnp.zeros((batch, tree.num_guesses), jnp.int32)
+    draft_tokens = jnp.zeros((batch, tree.num_draft_tokens), jnp.int32)
     shape = placeholder_shape(tree, batch)  # None if static; dynamic trees have no q
-    q = None if shape else jnp.full((*guesses.shape, vocab_size), 1 / vocab_size)
-    return looped(verifications, tree, Proposal(guesses, q, shape), logits)
+    q = None if shape else jnp.full((*draft_tokens.shape, vocab_size), 1 / vocab_size)
+    return looped(verifications, tree, Proposal(draft_tokens, q, shape), logits)
 
   parts = over_decoders(
     lambda decoder, state: looped(rounds, decoder, pair.params, state), states(pair.params)

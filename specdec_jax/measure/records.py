@@ -201,8 +201,8 @@ class Record:
   def num_nodes(self) -> int:
     """Number of nodes per round (maximum for beam search), including the last committed token."""
     settings = self.settings
-    num_guesses = len(settings.tree) if settings.tree else settings.gamma
-    return settings.beam_nodes or settings.dynamic_nodes or num_guesses + 1
+    num_draft_tokens = len(settings.tree) if settings.tree else settings.gamma
+    return settings.beam_nodes or settings.dynamic_nodes or num_draft_tokens + 1
 
   @property
   def predicted(self) -> float | None:

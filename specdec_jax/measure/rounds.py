@@ -105,13 +105,15 @@ def read_rounds(
       and for a dynamic tree they are part of `decoded`.
   """
   rounds = []
-  guesses, num_accepted, next_token, num_emitted, *_ = (
+  draft_tokens, num_accepted, next_token, num_emitted, *_ = (
     np.asarray(x)[:, row] for x in decoded.rounds if x is not None
   )
   path = None if decoded.rounds.path is None else np.asarray(decoded.rounds.path)[:, row]
   for r in np.flatnonzero(num_emitted):
-    proposed = guesses[r] if path is not None else guesses[r][guesses[r] >= 0]  # -1: not proposed
-    words = tuple(pieces([guess])[0] if guess >= 0 else "" for guess in proposed)
+    proposed = (
+      draft_tokens[r] if path is not None else draft_tokens[r][draft_tokens[r] >= 0]
+    )  # -1: not proposed
+    words = tuple(pieces([draft_token])[0] if draft_token >= 0 else "" for draft_token in proposed)
     n = min(num_accepted[r], num_emitted[r])
     target_token = None if num_emitted[r] == n else pieces([next_token[r]])[0]
     if path is not None:

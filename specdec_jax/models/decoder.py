@@ -213,7 +213,7 @@ def require_positions(config: TransformerConfig, num_prompt: int, num_slots: int
   """Raise InputError if a prompt or a cache is longer than the absolute positions of a model."""
   if config.num_positions and max(num_prompt, num_slots) > config.num_positions:
     raise InputError(
-      f"A prompt of {num_prompt} tokens, the new ones and a block of guesses take {num_slots} "
+      f"A prompt of {num_prompt} tokens, the new ones and a block of draft tokens take {num_slots} "
       f"positions, but the model has {config.num_positions}; lower max_new_tokens, or "
       "max_source_tokens for shorter prompts."
     )

@@ -85,17 +85,17 @@ class SimulatedModel(WrappedModel):
   ) -> tuple[Float[Array, "B K V"], Float[Array, "B K E"], SimulatedCache]:
     model_logits, hidden, inner = self.model.extend(params, cache.model, tokens, tree, first)
     tree = require_static("simulated acceptance", tree or chain(tokens.shape[1] - 1))
-    guesses, parents = tokens[:, 1:], np.array(tree.parents, np.int32)
+    draft_tokens, parents = tokens[:, 1:], np.array(tree.parents, np.int32)
     positions = (cache.length + first)[:, None] + jnp.asarray(tree.depths[1:])
     hashed = (cache.salt[:, None] * _BASE + positions.astype(jnp.uint32)) * _BASE
-    right = jax.vmap(jax.vmap(self._is_right))(hashed + guesses.astype(jnp.uint32))  # [B, N]
+    right = jax.vmap(jax.vmap(self._is_right))(hashed + draft_tokens.astype(jnp.uint32))  # [B, N]
     # is_earlier[i, j]: j is an earlier sibling of i.
     is_earlier = (parents[:, None] == parents) & (tree.ranks[:, None] > tree.ranks)
-    is_repeated = (is_earlier & (guesses[:, :, None] == guesses[:, None])).any(axis=-1)
+    is_repeated = (is_earlier & (draft_tokens[:, :, None] == draft_tokens[:, None])).any(axis=-1)
     right &= ~(right[:, None] & is_earlier).any(axis=-1)
     vocabulary = jnp.arange(model_logits.shape[-1])
     bonus = jnp.where(is_repeated, 0.0, jnp.where(right, CERTAIN, -CERTAIN))
-    bonus = bonus[..., None] * (guesses[..., None] == vocabulary)
+    bonus = bonus[..., None] * (draft_tokens[..., None] == vocabulary)
     if tree.is_chain:
       bonus = jnp.pad(bonus, ((0, 0), (0, 1), (0, 0)))  # the last token verifies no draft token
     else:

@@ -47,7 +47,8 @@ class SpeculativeModelHandler(ModelHandler[TextBlock, list[dict], DecodeFn]):
   different blocks are not decoded together. The outputs therefore do not depend on how a runner
   divides the blocks into bundles.
 
-  The counters `texts`, `tokens`, `rounds`, `guesses` and `accepted` have the namespace 'specdec'.
+  The counters `texts`, `tokens`, `rounds`, `draft_tokens` and `accepted` have the namespace
+  'specdec'.
   """
 
   def __init__(self, load_pair: Callable[[], Pair], tree: Tree, settings: DecodeSettings):

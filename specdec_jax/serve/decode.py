@@ -170,5 +170,5 @@ def decode(
   print(
     f"{totals['texts']} texts, {totals['tokens']} tokens, "
     f"{totals['tokens'] / max(1, totals['rounds']):.2f} tokens per target pass, acceptance rate "
-    f"{totals['accepted'] / max(1, totals['guesses']):.3f}: {folder}"
+    f"{totals['accepted'] / max(1, totals['draft_tokens']):.3f}: {folder}"
   )

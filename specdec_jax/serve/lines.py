@@ -115,27 +115,27 @@ def output_record(
   """Return the record of an output, as in the files of `decode` and `translate`.
 
   A record has the fields `index`, `source`, `output`, `tokens` (ids, EOS included), `rounds`,
-  `guesses` (verified draft tokens), `accepted` (accepted draft tokens), and the other fields of
-  `source` (`data.text.read_sources`).
+  `draft_tokens` (verified draft tokens), `accepted` (accepted draft tokens), and the other fields
+  of `source` (`data.text.read_sources`).
   """
   own = dict(index=index, source=source["source"], output=output)
   if decoded is None:
-    own |= dict(tokens=[], rounds=0, guesses=0, accepted=0)
+    own |= dict(tokens=[], rounds=0, draft_tokens=0, accepted=0)
   else:
     accepted, rejected = (int(count[0]) for count in decoded.rounds.acceptance_counts())
     own |= dict(
       tokens=decoded.tokens[0, : decoded.lengths[0]].tolist(),
       rounds=int((decoded.rounds.num_emitted > 0).sum()),
-      guesses=accepted + rejected,
+      draft_tokens=accepted + rejected,
       accepted=accepted,
     )
   return own | {name: value for name, value in source.items() if name not in own}
 
 
 def count_records(records: Iterable[Mapping[str, Any]]) -> collections.Counter[str]:
-  """Return the numbers of texts, tokens, rounds, guesses and accepted draft tokens of records."""
-  counts = collections.Counter(texts=0, tokens=0, rounds=0, guesses=0, accepted=0)
+  """Return the numbers of texts, tokens, rounds, draft tokens and accepted ones of records."""
+  counts = collections.Counter(texts=0, tokens=0, rounds=0, draft_tokens=0, accepted=0)
   for record in records:
-    summed = {name: record[name] for name in ("rounds", "guesses", "accepted")}
+    summed = {name: record[name] for name in ("rounds", "draft_tokens", "accepted")}
     counts.update(texts=1, tokens=len(record["tokens"]), **summed)
   return counts

@@ -69,7 +69,7 @@ def t5x_decode(
   lengths = jnp.where(ends.any(axis=1), ends.argmax(axis=1) + 1, max_new_tokens)
   num_emitted = jnp.arange(max_new_tokens)[:, None] < lengths
   rounds = Rounds(
-    guesses=jnp.zeros((*tokens.T.shape, 0), jnp.int32),
+    draft_tokens=jnp.zeros((*tokens.T.shape, 0), jnp.int32),
     num_accepted=jnp.zeros(tokens.T.shape, jnp.int32),
     next_token=tokens.T,
     num_emitted=num_emitted.astype(jnp.int32),

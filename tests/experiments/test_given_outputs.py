@@ -50,20 +50,20 @@ def run(words, output_dir, drafts, sources=SOURCES, outputs=OUTPUTS, **changes):
   return records.read(output_dir / "results.jsonl")
 
 
-def guessing(words, make, gamma):
+def draft_tokening(words, make, gamma):
   """Return a function (source ids, ids of the text so far) -> draft tokens of one proposal."""
   drafter = make(tiny.loaded(words))
   draft = drafter.build(ARGMAX, chain(gamma))
   propose = jax.jit(draft.propose)
   keys = jax.random.split(jax.random.key(0), 1)
 
-  def guesses(source, done):
+  def draft_tokens(source, done):
     tokens, length = padded([[PAD_ID, *done]], 60), np.array([1 + len(done)])
     context = Context(padded([source], 120), tokens, length, None, None)
     state = draft.init(drafter.params, context, jnp.zeros((1, 1, 0)))
     return propose(drafter.params, state, context, keys)[0].tokens[0].tolist()
 
-  return guesses
+  return draft_tokens
 
 
 def test_target_emits_the_given_texts(words):
@@ -86,18 +86,18 @@ def test_alpha_and_rounds_equal_those_of_a_plain_loop(words, path, tmp_path, nam
     "copy-3": prompt_lookup,
   }[name]
   texts = [(words.encode(source), words.encode(output)) for source, output in zip(SOURCES, OUTPUTS)]
-  first = guessing(words, make, 1)
+  first = draft_tokening(words, make, 1)
   right = [[first(s, text[:t]) == [text[t]] for t in range(len(text))] for s, text in texts]
   for r in run(words, tmp_path, [make]):
     assert r.models.draft == name and r.outputs.alpha == pytest.approx(np.concatenate(right).mean())
-    guesses = guessing(words, make, r.settings.gamma)
+    draft_tokens = draft_tokening(words, make, r.settings.gamma)
     rounds, stood, fell = 0, [0] * r.settings.gamma, [0] * r.settings.gamma
     for source, text in texts:
       done = 0
       while done < len(text):
         rounds += 1
-        for i, guess in enumerate(guesses(source, text[:done])):
-          if guess != text[done]:
+        for i, draft_token in enumerate(draft_tokens(source, text[:done])):
+          if draft_token != text[done]:
             fell[i] += 1
             break
           stood[i] += 1

@@ -42,13 +42,13 @@ class KSeqVerifier(Verifier):
     tree, p = require_static("K-SEQ", tree), distribution(logits, self.sampling)
     q = validated_q(tree, proposal, p)
     accept_rng, next_rng = split_rows(rng)
-    u = uniform_rows(accept_rng, tree.num_guesses)
-    q_x, p_x = guess_probs(tree, proposal.tokens, q, p)
+    u = uniform_rows(accept_rng, tree.num_draft_tokens)
+    q_x, p_x = draft_token_probs(tree, proposal.tokens, q, p)
     num_accepted, end, path = accepted_path(tree, u * q_x < p_x)
     return Verification(num_accepted, sample(next_rng, residual_at(tree, q, p, end)), path)
 
 
-def guess_probs(
+def draft_token_probs(
   tree: Tree, tokens: Int[Array, "B N"], q: Float[Array, "B N V"], p: Float[Array, "B K V"]
 ) -> tuple[Float[Array, "B N"], Float[Array, "B N"]]:
   """Return rho q(x) and p(x) of each draft token x, where rho is the threshold of its siblings."""
@@ -85,7 +85,7 @@ def residual_at(
   """Return weights of the next token after the node `end`, whose children were all rejected."""
   count = jnp.asarray(tree.num_children, jnp.int32)[end]
   child = jnp.asarray(tree.children[:, 0])[end]
-  child_q = gather(q, jnp.minimum(child, tree.num_guesses - 1)[:, None])  # [B, 1, V]
+  child_q = gather(q, jnp.minimum(child, tree.num_draft_tokens - 1)[:, None])  # [B, 1, V]
   target = gather(p, end[:, None])
   q_or_0 = jnp.where((count > 0)[:, None, None], child_q, 0.0)
   rho = threshold(child_q, target, jnp.maximum(count, 1)[:, None])

@@ -47,7 +47,7 @@ class MergingVerifier(Verifier):
     p = distribution(logits, self.sampling)
     q = validated_q(tree, proposal, p)
     accept_rng, next_rng = split_rows(rng)
-    u = uniform_rows(accept_rng, tree.num_guesses)
+    u = uniform_rows(accept_rng, tree.num_draft_tokens)
     found = follow(tree, proposal.tokens, q, p, u)
     num_accepted = jnp.asarray(tree.depths)[found.end]
     return Verification(num_accepted, sample(next_rng, found.weights), path_to(tree, found.end))
@@ -93,15 +93,15 @@ def follow(
   for first, last in tree.levels:
     has_accepted, token = jnp.zeros(batch, bool), jnp.full(batch, -1)
     follows = on_path[:, list(tree.parents[first - 1 : last - 1])]
-    for i, guess in enumerate(range(first - 1, last - 1)):
-      x = tokens[:, guess]
+    for i, draft_token in enumerate(range(first - 1, last - 1)):
+      x = tokens[:, draft_token]
       tries = follows[:, i] & ~has_accepted & (x >= 0)  # -1 was not proposed
       r = gather_token(weights, x)
-      accepts = tries & (u[:, guess] * q_x[:, guess] < r)
-      is_tried, r_x = is_tried.at[:, guess].set(tries), r_x.at[:, guess].set(r)
-      rejected = normalised(residual(weights, q[:, guess]))
+      accepts = tries & (u[:, draft_token] * q_x[:, draft_token] < r)
+      is_tried, r_x = is_tried.at[:, draft_token].set(tries), r_x.at[:, draft_token].set(r)
+      rejected = normalised(residual(weights, q[:, draft_token]))
       weights = jnp.where((tries & ~accepts)[:, None], rejected, weights)
-      end = jnp.where(accepts, guess + 1, end)
+      end = jnp.where(accepts, draft_token + 1, end)
       token = jnp.where(accepts, x, token)
       has_accepted |= accepts
     same = follows & (tokens[:, first - 1 : last - 1] == token[:, None]) & has_accepted[:, None]

@@ -100,8 +100,8 @@ def verify(
   accept_rng, next_rng = split_rows(rng)
   # Accept with probability min(1, r / (l q)). The comparison is strict and nothing is divided:
   # since u < 1, a token with r >= q is always accepted, and a token with r = 0 never is.
-  u = uniform_rows(accept_rng, tree.num_guesses)
-  q_x, r_x = guess_probs(tree, proposal.tokens, q, p, lenience)
+  u = uniform_rows(accept_rng, tree.num_draft_tokens)
+  q_x, r_x = draft_token_probs(tree, proposal.tokens, q, p, lenience)
   accepted = u * lenience * q_x < r_x
   if always_accepted is not None:
     accepted |= always_accepted
@@ -111,15 +111,17 @@ def verify(
   return Verification(num_accepted, next_token, path)
 
 
-def follow(tree: AnyTree, guesses: Int[Array, "B N"], tokens: Int[Array, "B K"]) -> Verification:
+def follow(
+  tree: AnyTree, draft_tokens: Int[Array, "B N"], tokens: Int[Array, "B K"]
+) -> Verification:
   """Accept the draft tokens that equal the target's tokens, sampled from p at each node.
 
   This is exact for draft tokens that were all selected deterministically, and at temperature 0. The
   result then has the same distribution as that of `verify`. Of equal siblings, any continues.
   """
-  parents = jnp.broadcast_to(jnp.asarray(tree.parents, jnp.int32), guesses.shape)
+  parents = jnp.broadcast_to(jnp.asarray(tree.parents, jnp.int32), draft_tokens.shape)
   depths = jnp.broadcast_to(tree.row_depths, tokens.shape)
-  accepted = arrays.gather(tokens, parents) == guesses
+  accepted = arrays.gather(tokens, parents) == draft_tokens
   reached = (accepted[:, None] | ~tree.row_ancestors[:, 1:, 1:]).all(axis=-1)
   reached = jnp.pad(reached, ((0, 0), (1, 0)), constant_values=True)
   end = jnp.where(reached, depths, -1).argmax(axis=1)  # the first of the deepest reached nodes
@@ -133,21 +135,21 @@ def validated_q(tree: Tree, proposal: Proposal, p: Float[Array, "B K V"]) -> Flo
     InputError: the shapes of tree, proposal and p do not agree.
   """
   batch, _, vocab_size = p.shape
-  tokens, num_guesses = proposal.tokens, tree.num_guesses
+  tokens, num_draft_tokens = proposal.tokens, tree.num_draft_tokens
   q = jax.nn.one_hot(tokens, vocab_size) if proposal.q is None else proposal.q
   if (tokens.shape, q.shape, p.shape[1]) != (
-    (batch, num_guesses),
-    (batch, num_guesses, vocab_size),
+    (batch, num_draft_tokens),
+    (batch, num_draft_tokens, vocab_size),
     tree.num_nodes,
   ):
     raise InputError(
-      f"A tree of N = {num_guesses} guesses goes with tokens [B, N], q [B, N, V] and p "
+      f"A tree of N = {num_draft_tokens} draft tokens goes with tokens [B, N], q [B, N, V] and p "
       f"[B, N + 1, V]; given {tokens.shape}, {q.shape} and {p.shape}."
     )
   return q
 
 
-def guess_probs(
+def draft_token_probs(
   tree: Tree,
   tokens: Int[Array, "B N"],
   q: Float[Array, "B N V"],
@@ -161,17 +163,17 @@ def guess_probs(
   q_x, r_x = [], []
   order: list[np.ndarray] = []
   for rank in range(tree.width):
-    guesses = np.flatnonzero(tree.ranks == rank)
+    draft_tokens = np.flatnonzero(tree.ranks == rank)
     if rank == 0:
-      r = take(p, np.array(tree.parents)[guesses])
+      r = take(p, np.array(tree.parents)[draft_tokens])
     else:
       # Siblings are adjacent: those before the current ones, among the siblings of the last rank.
-      has_next = np.flatnonzero(np.isin(order[-1], guesses - 1))
-      r = normalised(residual(take(r, has_next), take(q, guesses - 1), lenience))
-    x = take(tokens, guesses)
-    q_x.append(gather_token(take(q, guesses), x))
+      has_next = np.flatnonzero(np.isin(order[-1], draft_tokens - 1))
+      r = normalised(residual(take(r, has_next), take(q, draft_tokens - 1), lenience))
+    x = take(tokens, draft_tokens)
+    q_x.append(gather_token(take(q, draft_tokens), x))
     r_x.append(gather_token(r, x))
-    order.append(guesses)
+    order.append(draft_tokens)
   if not order:
     return q[..., 0], q[..., 0]  # no draft tokens: [B, 0]
   by_node = np.argsort(np.concatenate(order))
@@ -193,8 +195,8 @@ def residual_at(
   weights = gather_one(p, end)
   for rank, children in enumerate(tree.children.T):
     child = end if tree.is_chain else jnp.asarray(children)[end]
-    child_q = gather_one(q, jnp.minimum(child, tree.num_guesses - 1))
-    child_q = jnp.where((child < tree.num_guesses)[:, None], child_q, 0.0)
+    child_q = gather_one(q, jnp.minimum(child, tree.num_draft_tokens - 1))
+    child_q = jnp.where((child < tree.num_draft_tokens)[:, None], child_q, 0.0)
     weights = residual(weights if rank == 0 else normalised(weights), child_q, lenience)
   return weights
 
@@ -243,10 +245,10 @@ def residual(
 
 
 def within_lenience(
-  logits: Float[Array, "*#batch V"], guesses: Int[Array, "*#batch"], lenience: float
+  logits: Float[Array, "*#batch V"], draft_tokens: Int[Array, "*#batch"], lenience: float
 ) -> Bool[Array, "..."]:
   """Return whether p(x) >= l max p for each draft token x: argmax with lenience (Appendix A.5).
 
   p is the softmax of the logits, and l in (0, 1] is the lenience.
   """
-  return gather_token(logits, guesses) >= logits.max(axis=-1) + jnp.log(lenience)
+  return gather_token(logits, draft_tokens) >= logits.max(axis=-1) + jnp.log(lenience)

@@ -179,7 +179,7 @@ def require_depth(gamma: int, depth: int) -> None:
   """Raise InputError if a head has been trained for fewer consecutive draft tokens than `depth`."""
   if depth > gamma:
     raise InputError(
-      f"gamma is {depth}, but this draft makes up to {gamma} guesses in a row; lower gamma."
+      f"gamma is {depth}, but this draft makes up to {gamma} draft tokens in a row; lower gamma."
     )
 
 
