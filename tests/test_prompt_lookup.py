@@ -68,7 +68,7 @@ def propose(sources, texts, gamma, max_ngram=3, vocab_size=40, slots=20, width=1
 
 
 @pytest.mark.parametrize(
-  "source, text, draft tokens",
+  "source, text, draft_tokens",
   [
     ([5, 6, 7, 8, 9, 1], [0, 6, 7], [8, 9, 1, 0]),  # up to the end of the source, then padding
     ([5, 6, 7, 8, 9, 1], [0, 9], [1, 0, 0, 0]),
@@ -95,7 +95,7 @@ def test_examples_by_hand(source, text, draft_tokens):
 
 
 @pytest.mark.parametrize(
-  "tokens_per_match, from_start, draft tokens",
+  "tokens_per_match, from_start, draft_tokens",
   [
     (1, False, [[0, 0, 0, 0], [8, 9, 0, 0], [8, 0, 0, 0], [0, 0, 0, 0]]),
     (2, False, [[0, 0, 0, 0], [8, 9, 1, 0], [8, 9, 0, 0], [0, 0, 0, 0]]),
