@@ -497,7 +497,7 @@ class GenerateCall:
     before = np.cumsum(emitted) - emitted
     ran = (emitted > 0) & (before < len(tokens) + num_forced)
     rounds = jax.tree.map(lambda of_all: of_all[ran, row], result.rounds)
-    tree = self.pair.draft_tokens(self.config.sampling(), self.tree)
+    tree = self.pair.proposed_tree(self.config.sampling(), self.tree)
     parents = () if isinstance(tree, DynamicTree) else tree.parents
     read = functools.partial(read_rounds, result, row, self.pair.vocabulary.pieces, parents)
     output = Output(decode(tokens), tokens, reason, rounds, _read=read)

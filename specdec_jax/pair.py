@@ -275,7 +275,7 @@ class Pair:
     model = self.target.model
     return BeamSearcher(model, searching, num_beams, length_penalty, eos_id, processors=processors)
 
-  def draft_tokens(self, sampling: Sampling, tree: AnyTree) -> AnyTree:
+  def proposed_tree(self, sampling: Sampling, tree: AnyTree) -> AnyTree:
     """Return the tree that the draft proposes if `tree` is requested; usually `tree` itself."""
     return self.draft.build(sampling, tree).tree if tree.num_draft_tokens else tree
 

@@ -70,11 +70,8 @@ def test_checker_detects_rows_that_attend_to_the_prompt_of_another_row(capsys):
   with pytest.raises(SystemExit):
     check(tiny_pair.changed(pair, model=target), [RANDOM], [4])
   lines = capsys.readouterr().out.split("\n")
-  results = {line[5:].split(":")[0]: line[:4] for line in lines if "batch 4" in line}
-  assert results == {
-    "temperature 1, autoregressive, batch 4": "ok  ",
-    "temperature 1, gamma 2, batch 4": "FAIL",
-  }
+  results = [line.split()[0] for line in lines if "batch 4" in line]
+  assert results == ["ok", "FAIL"]  # autoregressive decoding, gamma 2
 
 
 # Simulated acceptance, costs and speed, lenience.

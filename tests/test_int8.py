@@ -97,7 +97,7 @@ def test_outputs_are_those_of_the_quantized_target(draft_weights):
 
 
 def test_scales_are_sharded_like_the_columns_of_their_matrices():
-  config = dataclasses.replace(load().target.config, weights="int8", fused=False, kernels="xla")
+  config = dataclasses.replace(load().config, weights="int8", fused=False, kernels="xla")
   shardings = param_shardings(param_shapes(config), make_mesh())
   attention = shardings["decoder"]["layers_0"]["self_attention"]
   for name in ("query", "out"):

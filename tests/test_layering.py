@@ -121,7 +121,7 @@ def import_without(absent: str, modules: list[str]) -> None:
 @pytest.mark.slow
 def test_core_runs_without_tensorflow_seqio_or_gin():
   core = re.compile(r"specdec_jax(\.(core|theory|models|beams|drafts)\b|$)")
-  absent = "tensorflow tensorflow_datasets seqio t5x gin sentencepiece matplotlib sacrebleu jinja2"
+  absent = "tensorflow tensorflow_datasets seqio t5x gin matplotlib sacrebleu jinja2"
   import_without(absent, [*filter(core.match, FILES)])
 
 

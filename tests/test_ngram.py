@@ -218,7 +218,10 @@ def test_sampled_output_has_the_targets_joint_distribution(order=1):
   pair = tiny_pair.pair()
   size = len(pair.vocabulary)
   ngrams = fit_ngrams([pair.vocabulary.encode(text) for text in tiny_pair.SENTENCES], size)
-  draft = functools.partial(NgramDraft, order, size)
+
+  def draft(sampling, tree, options=None):
+    return NgramDraft(order, size, sampling, tree)
+
   decode = tiny_pair.changed(pair, draft=draft, draft_params=ngrams).decode_fn(Sampling(), chain(2))
   joint = compare_samples(
     pair, tiny_pair.SENTENCES[:4], decode, DecodeSettings(Sampling(), 4, 4), 400

@@ -141,21 +141,9 @@ def given_outputs(
       "source."
     )
   model = RecitingModel(len(vocabulary), vocabulary.start_id, vocabulary.eos_id)
-  loaded = Loaded(model, None, vocabulary)  # the parameters are the text of each source
+  loaded = Loaded(target, model, None, vocabulary)  # the parameters are the text of each source
   pairs = [
-    Pair(
-      target=model,
-      target_params=None,
-      target_name=target,
-      draft=drafter.build,
-      draft_params=drafter.params,
-      draft_name=drafter.name,
-      vocabulary=vocabulary,
-      task=task,
-      dtype="unknown",
-      max_source_tokens=max_source_tokens,
-    )
-    for drafter in (draft(loaded) for draft in drafts)
+    Pair(loaded, draft(loaded), task=task, max_source_tokens=max_source_tokens) for draft in drafts
   ]
   source_ids = [pairs[0].encode(source) for source in sources]
   output_ids = [vocabulary.encode(output)[:max_new_tokens] for output in outputs]

@@ -217,7 +217,7 @@ def programs(
   pair = _PairOnSite(target, draft, Site(devices), settings)
   speculative = Decoder(pair.target, pair.draft, pair.verifier, eos_id=1)
   autoregressive = Decoder(pair.target, NullDraft(), pair.verifier, eos_id=1)
-  params, target_params = Params(pair.target.params, pair.draft.params), Params(pair.target.params)
+  params, target_params = Params(pair.target_params, pair.draft_params), Params(pair.target_params)
   lowered: Programs = {
     "speculative loop": functools.partial(pair.lower_loop, speculative, params),
     "plain loop": functools.partial(pair.lower_loop, autoregressive, target_params),

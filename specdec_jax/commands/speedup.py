@@ -94,7 +94,7 @@ def decode_examples(
   The outputs equal those that `speedup` measures with the same settings at batch size 1.
   """
   for each in settings:
-    shape = pair.draft_tokens(each.sampling, tree)
+    shape = pair.proposed_tree(each.sampling, tree)
     num_nodes = None if shape.is_chain else shape.num_nodes
     parents = () if isinstance(shape, DynamicTree) else shape.parents
     outputs = decode_lines(pair, texts, tree, dataclasses.replace(each, batch_size=1))

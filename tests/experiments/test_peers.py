@@ -138,9 +138,10 @@ def test_missing_backends_are_named_and_the_others_are_measured(tmp_path, capsys
   ]
 
   def pair_twice(folder):
-    """The second pair is the first pair under a different name of its kernels."""
+    """The second pair is the first pair with a different name of its draft."""
     comparison = trained(folder)
-    again = tiny_pair.changed(comparison.pair, params=comparison.pair.target.params)
+    draft = dataclasses.replace(comparison.pair.draft, name="again")
+    again = comparison.pair.with_draft(draft)
     return comparison._replace(pairs=(comparison.pair, again))
 
   measure = functools.partial(compare.peers, [pair_twice], backends, str(tmp_path), repeats=2)
@@ -151,7 +152,7 @@ def test_missing_backends_are_named_and_the_others_are_measured(tmp_path, capsys
   assert [(r.settings.baseline, r.outputs.identical) for r in measured] == 2 * [
     *(("own", True), ("other", False), ("rounded", None))
   ]
-  assert [r.models.kernels for r in measured] == 3 * [own.models.kernels] + 3 * ["again"]
+  assert [r.models.draft for r in measured] == 3 * [own.models.draft] + 3 * ["again"]
   assert own.times.baseline_tokens_per_s != own_again.times.baseline_tokens_per_s
   assert other.times.baseline_tokens_per_s == other_again.times.baseline_tokens_per_s
   for r in measured:
