@@ -277,7 +277,7 @@ class Pair:
 
   def proposed_tree(self, sampling: Sampling, tree: AnyTree) -> AnyTree:
     """Return the tree that the draft proposes if `tree` is requested; usually `tree` itself."""
-    return self.draft.build(sampling, tree).tree if tree.num_draft_tokens else tree
+    return self.draft.build(sampling, tree, DraftOptions()).tree if tree.num_draft_tokens else tree
 
   def verifier_for(self, sampling: Sampling, lenience: float = 1.0) -> Verifier:
     """Return the verifier for a sampling method, with lenience (Appendix A.5) if it is below 1.

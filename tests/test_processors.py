@@ -370,7 +370,7 @@ def test_draft_equal_to_the_target_is_always_accepted_with_processors():
 def test_hierarchical_draft_of_targets_is_always_accepted_with_processors():
   pair = tiny_pair.pair("target")
 
-  def targets(sampling, tree, options=DraftOptions()):
+  def targets(sampling, tree, options):
     of_inner = dataclasses.replace(options, reread=4)
     inner = ModelDraft(pair.target.model, sampling, chain(2), of_inner)
     return HierarchicalDraft(pair.target.model, inner, sampling, tree, options)
