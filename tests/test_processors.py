@@ -478,7 +478,6 @@ def test_settings_of_a_checkpoint_are_defaults():
   assert generation_config(pair, "loud", dict(min_new_tokens=2))[0].min_new_tokens == 2
 
 
-@pytest.mark.slow
 def test_outputs_continue_decoder_prefixes():
   """A forced prefix is not part of the output, which is what the target writes after it."""
   pair = tiny_pair.pair()
@@ -495,6 +494,8 @@ def test_outputs_continue_decoder_prefixes():
   assert texts_of(found) == texts_of(
     pair.generate(texts, decoder_input_ids=with_start, **how, max_new_tokens=8)
   )
+  ended = pair.generate(texts, decoder_input_ids=[[7, EOS, 8]] * 3, **how, max_new_tokens=8)
+  assert all(len(output.tokens) for output in ended), "EOS in a prefix ends nothing"
   forced = ForcedPrefix.of([[7, 8], []])
   assert forced.tokens.array.tolist() == [[7, 8], [-1, -1]]
 
@@ -639,7 +640,6 @@ def test_coupled_draft_equal_to_the_target_is_always_accepted():
       assert (output.rounds.num_accepted[:-1] == depth).all()
 
 
-@pytest.mark.slow
 def test_coupled_samples_have_the_targets_distribution():
   """First tokens of many rows, against the softmax of the target's logits."""
   pair = tiny_pair.pair()
