@@ -70,7 +70,7 @@ def process(
 
 def node_prefixes(
   context: Any,
-  draft_tokens: Int[Array, "B num_draft_tokens"],
+  draft_tokens: Int[Array, "B N"],
   tree: AnyTree,
   first: int = 0,
   last: int | None = None,
