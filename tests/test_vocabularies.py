@@ -396,6 +396,11 @@ def open_source(folder, **tokens):
   )
 
 
+def transformers_tokenizer(folder, **options):
+  transformers = pytest.importorskip("transformers", reason="transformers is not installed")
+  return transformers.AutoTokenizer.from_pretrained(str(folder), **options)
+
+
 # Encoding and decoding.
 
 
@@ -450,8 +455,7 @@ PARITY = [name for name in NAMES if name != "madlad"]  # whose ids transformers 
 @pytest.mark.parametrize("name", PARITY)
 @pytest.mark.filterwarnings("ignore")
 def test_tokens_and_texts_are_those_of_transformers(folder_of, tmp_path, name, saved):
-  transformers = pytest.importorskip("transformers", reason="transformers is not installed")
-  expected = transformers.AutoTokenizer.from_pretrained(str(folder_of(name)))
+  expected = transformers_tokenizer(folder_of(name))
   if saved:
     expected.save_pretrained(str(tmp_path))
   words = open_source(tmp_path if saved else folder_of(name))
@@ -471,6 +475,7 @@ LANGUAGES = [("mbart", "fr_XX"), ("mbart50", "fr_XX"), ("mbart50_pieces", "fr_XX
 LANGUAGES += [("nllb", "fra_Latn"), ("m2m100", "fr")]
 
 
+@pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("name, language", LANGUAGES)
 def test_source_language(folder_of, name, language):
   default, words = (
@@ -482,18 +487,10 @@ def test_source_language(folder_of, name, language):
     changed += [pieces[after]] if before != after else []
   assert changed == [f"__{language}__" if name == "m2m100" else language]
   assert words.decode(words.encode("A man")) == "A man"
+  theirs = transformers_tokenizer(folder_of(name), src_lang=language)
+  assert [words.encode(x) for x in TEXTS[::4]] == [theirs(x).input_ids for x in TEXTS[::4]]
   with pytest.raises(InputError, match="source_language is 'xx_YY', but .* it has .* languages: a"):
     open_source(folder_of(name), source_language="xx_YY")
-
-
-@pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("name, language", LANGUAGES)
-def test_source_language_of_transformers(folder_of, name, language):
-  transformers = pytest.importorskip("transformers", reason="transformers is not installed")
-  expected = transformers.AutoTokenizer.from_pretrained(str(folder_of(name)), src_lang=language)
-  words = open_source(folder_of(name), source_language=language)
-  for text in TEXTS[::4]:
-    assert words.encode(text) == expected(text).input_ids
 
 
 @pytest.mark.parametrize("name", NAMES)
