@@ -603,6 +603,22 @@ def test_number_of_sentinels(tmp_path, files, num_rows, size):
   assert len(open_vocabulary_of_model(str(tmp_path), num_rows, tokens=ENCODER)) == size
 
 
+def test_bytes_of_byt5(folder_of):
+  words = open_source(folder_of("byt5"))
+  assert len(words) == 384 and words.single_letter_share("日本語") == 0
+  assert words.encode("aß\n") == [ord("a") + 3, 0xC3 + 3, 0x9F + 3, ord("\n") + 3, 1]
+  assert words.encode("<extra_id_0> <extra_id_124>") == [259, 35, 383, 1]
+  assert words.pieces([100, 0xC3 + 3, 13, 1, 259]) == [
+    "a",
+    "\ufffd",
+    "\u21b5",
+    "</s>",
+    "<extra_id_0>",
+  ]
+  assert words.all_pieces()[2:5] == ["<unk>", "<0x00>", "<0x01>"]
+  assert words.decode([0xC3 + 3, 100, 259]) == "a"
+
+
 # Vocabularies of models.
 
 
