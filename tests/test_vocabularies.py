@@ -396,6 +396,11 @@ def open_source(folder, **tokens):
   )
 
 
+def transformers_tokenizer(folder, **options):
+  transformers = pytest.importorskip("transformers", reason="transformers is not installed")
+  return transformers.AutoTokenizer.from_pretrained(str(folder), **options)
+
+
 # Encoding and decoding.
 
 
@@ -450,8 +455,7 @@ PARITY = [name for name in NAMES if name != "madlad"]  # whose ids transformers 
 @pytest.mark.parametrize("name", PARITY)
 @pytest.mark.filterwarnings("ignore")
 def test_tokens_and_texts_are_those_of_transformers(folder_of, tmp_path, name, saved):
-  transformers = pytest.importorskip("transformers", reason="transformers is not installed")
-  expected = transformers.AutoTokenizer.from_pretrained(str(folder_of(name)))
+  expected = transformers_tokenizer(folder_of(name))
   if saved:
     expected.save_pretrained(str(tmp_path))
   words = open_source(tmp_path if saved else folder_of(name))
@@ -471,6 +475,7 @@ LANGUAGES = [("mbart", "fr_XX"), ("mbart50", "fr_XX"), ("mbart50_pieces", "fr_XX
 LANGUAGES += [("nllb", "fra_Latn"), ("m2m100", "fr")]
 
 
+@pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("name, language", LANGUAGES)
 def test_source_language(folder_of, name, language):
   default, words = (
@@ -482,18 +487,10 @@ def test_source_language(folder_of, name, language):
     changed += [pieces[after]] if before != after else []
   assert changed == [f"__{language}__" if name == "m2m100" else language]
   assert words.decode(words.encode("A man")) == "A man"
+  theirs = transformers_tokenizer(folder_of(name), src_lang=language)
+  assert [words.encode(x) for x in TEXTS[::4]] == [theirs(x).input_ids for x in TEXTS[::4]]
   with pytest.raises(InputError, match="source_language is 'xx_YY', but .* it has .* languages: a"):
     open_source(folder_of(name), source_language="xx_YY")
-
-
-@pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("name, language", LANGUAGES)
-def test_source_language_of_transformers(folder_of, name, language):
-  transformers = pytest.importorskip("transformers", reason="transformers is not installed")
-  expected = transformers.AutoTokenizer.from_pretrained(str(folder_of(name)), src_lang=language)
-  words = open_source(folder_of(name), source_language=language)
-  for text in TEXTS[::4]:
-    assert words.encode(text) == expected(text).input_ids
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -604,6 +601,22 @@ def test_number_of_sentinels(tmp_path, files, num_rows, size):
   write(tmp_path, **files)
   (tmp_path / "spiece.model").write_bytes(piece_model(pad_id=0, eos_id=1, unk_id=2, bos_id=-1))
   assert len(open_vocabulary_of_model(str(tmp_path), num_rows, tokens=ENCODER)) == size
+
+
+def test_bytes_of_byt5(folder_of):
+  words = open_source(folder_of("byt5"))
+  assert len(words) == 384 and words.single_letter_share("日本語") == 0
+  assert words.encode("aß\n") == [ord("a") + 3, 0xC3 + 3, 0x9F + 3, ord("\n") + 3, 1]
+  assert words.encode("<extra_id_0> <extra_id_124>") == [259, 35, 383, 1]
+  assert words.pieces([100, 0xC3 + 3, 13, 1, 259]) == [
+    "a",
+    "\ufffd",
+    "\u21b5",
+    "</s>",
+    "<extra_id_0>",
+  ]
+  assert words.all_pieces()[2:5] == ["<unk>", "<0x00>", "<0x01>"]
+  assert words.decode([0xC3 + 3, 100, 259]) == "a"
 
 
 # Vocabularies of models.
