@@ -195,9 +195,8 @@ class Tree:
 class DynamicTree:
   """Tree of draft tokens whose shape differs between rounds and rows.
 
-  The shape may depend on tokens that
-  were selected deterministically, but not on sampled ones. Therefore all draft tokens of the tree
-  must be selected deterministically. Siblings must differ.
+  The shape may depend on tokens that were selected deterministically, but not on sampled ones.
+  Therefore all draft tokens of the tree must be selected deterministically. Siblings must differ.
 
   Attributes:
     num_draft_tokens: N, the number of draft tokens.
