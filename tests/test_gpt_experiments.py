@@ -1,6 +1,7 @@
 """Test experiments with decoder-only models: ragged and empty prompts, and injected faults."""
 
 import json
+import re
 
 import gin
 import jax
@@ -70,8 +71,12 @@ def test_checker_detects_rows_that_attend_to_the_prompt_of_another_row(capsys):
   with pytest.raises(SystemExit):
     check(tiny_pair.changed(pair, model=target), [RANDOM], [4])
   lines = capsys.readouterr().out.split("\n")
-  results = [line.split()[0] for line in lines if "batch 4" in line]
-  assert results == ["ok", "FAIL"]  # autoregressive decoding, gamma 2
+  rows = [re.split(r" {2,}", line) for line in lines if "batch 4" in line]
+  results = {row[2]: row[0] for row in rows}
+  assert results == {
+    "temperature 1, autoregressive, batch 4": "ok",
+    "temperature 1, gamma 2, batch 4": "FAIL",
+  }
 
 
 # Simulated acceptance, costs and speed, lenience.

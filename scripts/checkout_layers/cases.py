@@ -244,7 +244,8 @@ def flat(value, name=""):
   value = value._asdict() if hasattr(value, "_asdict") else value
   if isinstance(value, dict):
     for key, part in value.items():
-      yield from flat(part, f"{name}/{key}" if name else str(key))
+      key = re.sub("draft.tokens", "guesses", str(key))  # as they were called before
+      yield from flat(part, f"{name}/{key}" if name else key)
   elif hasattr(value, "dtype"):
     array = np.asarray(value)
     yield name, f"{array.dtype}{[*array.shape]} {code(array.tobytes())}"
