@@ -52,12 +52,7 @@ class PlaceholdersLayout:
   """Layout of a block that holds tokens of the text, and then the placeholders of some rounds.
 
   A token attends to the tokens up to itself. A placeholder attends to the tokens up to the anchor
-  of its round, and to all placeholders of its round.
-
-  Attributes:
-    num_tokens: number of tokens in the block.
-    anchors: position of the last committed token of each round.
-    gamma: number of placeholders per round.
+  of its round, the last committed token, and to all placeholders of its round.
   """
 
   num_tokens: int
@@ -86,11 +81,7 @@ class PlaceholdersLayout:
 
 
 class DrafterT5(T5):
-  """T5 whose decoder predicts the tokens of gamma placeholders after the text.
-
-  Attributes:
-    gamma: number of placeholders per round.
-  """
+  """T5 whose decoder predicts the tokens of gamma placeholders after the text."""
 
   gamma: int = 1
 
@@ -106,13 +97,9 @@ class DrafterT5(T5):
     anchors: Int[Array, "B A"],
     shown: Int[Array, "B A N"] | None = None,
   ) -> Float[Array, "B A N V"]:
-    """Return the logits of the placeholders of rounds that start at the anchors.
+    """Return the logits of the placeholders of rounds whose last committed tokens are at `anchors`.
 
-    Args:
-      source: source tokens.
-      inputs: tokens of the text.
-      anchors: position of the last committed token of each round.
-      shown: token whose embedding is added to each placeholder; -1 for none.
+    `shown` are tokens whose embeddings are added to the placeholders; -1 for none.
     """
     cross, cross_bias = self.encode(source)
     empty = T5Cache(jnp.zeros(len(inputs), jnp.int32), (), cross, cross_bias)
@@ -124,12 +111,8 @@ class DrafterT5(T5):
   ) -> tuple[Float[Array, "B D V"], T5Cache]:
     """Return the logits of the next `depth` tokens, and the cache with the given tokens.
 
-    Args:
-      cache: cache of the head.
-      tokens: tokens from position `cache.length` on, which include the last committed one. Those
-        past the end of the text are ignored.
-      length: number of committed tokens.
-      depth: number of placeholders whose logits are returned.
+    `tokens` are those from position `cache.length` on, including the last committed one. Those from
+    position `length` on are ignored.
     """
     hidden, layers = self._run(cache, tokens, length[:, None] - 1)
     return self.logits(hidden[:, :depth]), cache.replace(layers=layers)
@@ -141,10 +124,7 @@ class DrafterT5(T5):
     anchors: Int[Array, "B A"],
     shown: Int[Array, "B A N"] | None = None,
   ) -> tuple[Float[Array, "B AN d"], tuple[KeysValues, ...]]:
-    """Return the hidden states of all placeholders, and the keys and values of each layer.
-
-    A cache without layers is not written to.
-    """
+    """Return the hidden states of all placeholders, and each layer's keys and values if cached."""
     batch, num_tokens = tokens.shape
     x, embedding = self.token_embedder(tokens), self.token_embedder.embedding
     shape = *anchors.shape, *self.places.shape
@@ -205,14 +185,7 @@ class DrafterDraft(LevelwiseDraft):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DrafterHead(DraftHead):
-  """Learned draft head of Spec-Drafter, a T5 with placeholders.
-
-  It may have another number of attention heads than the target.
-
-  Attributes:
-    gamma: number of placeholders, and of consecutive draft tokens that the head is trained for.
-    num_encoder_layers: number of encoder layers.
-  """
+  """Learned draft head of Spec-Drafter, a T5 with gamma placeholders."""
 
   kind: str = "drafter"
   gamma: int = 8
@@ -236,8 +209,8 @@ class DrafterHead(DraftHead):
   def training_logits(self, target: Config, stride: int) -> DraftLogits:
     """Return the function that computes the logits of the placeholders of each anchor.
 
-    In training, some target tokens are shown. The positions of these tokens are set past the end of
-    the text, so that they are not part of the loss.
+    In training, some target tokens are shown. Their positions are set past the end of the text, so
+    that they are not part of the loss.
     """
     module = self.module
 
@@ -271,12 +244,8 @@ def tokens_to_show(
 ) -> Bool[Array, "B A N"]:
   """Select at random the target tokens that are shown to the head.
 
-  Args:
-    rng: random key.
-    is_wrong: whether the predicted token differs from the target token.
-    is_token: whether the target token is inside the text.
-    ratio: number of shown tokens of each anchor, relative to its number of wrong predictions. The
-      product is rounded.
+  Their number per anchor is `ratio` times that of wrong predictions, rounded. `is_token` is False
+  past the end of the text.
   """
   count = jnp.round(ratio * (is_wrong & is_token).sum(axis=-1, keepdims=True))
   order = jnp.where(is_token, jax.random.uniform(rng, is_token.shape), 1.0).argsort(axis=-1)

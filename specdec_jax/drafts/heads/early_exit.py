@@ -37,14 +37,9 @@ from specdec_jax.models.t5 import T5Model
 
 @dataclasses.dataclass(frozen=True)
 class EarlyExitModel(WrappedModel):
-  """Model that consists of some layers of a target, followed by a draft head.
+  """Some layers of a target, followed by a draft head.
 
-  `drafts.layer_skip.LayerSkipDraft` drafts with it. Its parameters are (parameters of the head,
-  parameters of the layers); `drafts.layer_skip.of_layers` returns the parameters of the layers.
-
-  Attributes:
-    model: these layers of the target.
-    head: the draft head.
+  Its parameters are (parameters of the head, parameters of the layers as from `of_layers`).
   """
 
   model: T5Model | GPTModel
@@ -72,11 +67,7 @@ class EarlyExitModel(WrappedModel):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class EarlyExitHead(DraftHead):
-  """Learned draft head after some layers of the target.
-
-  Attributes:
-    layers: numbers of the decoder layers of the target before the head, in ascending order.
-  """
+  """Learned draft head after some decoder layers of the target, in ascending order."""
 
   kind: str = "early_exit"
   layers: tuple[int, ...] = (0,)
