@@ -37,9 +37,7 @@ class Generation(NamedTuple):
   """Generation settings of a checkpoint that change the output of transformers' `generate`.
 
   Attributes:
-    file: source of the settings, for messages: generation_config.json or, if there is no such file,
-      config.json; "its generation_config" for a model of transformers in memory; "" if the
-      checkpoint does not record settings.
+    file: source of the settings, for messages, such as generation_config.json; "" if there is none.
     settings: settings that apply and differ from their neutral values.
     tasks: for each task in `task_specific_params` of config.json, its settings that apply and
       differ from their neutral values, and its `prefix`.
@@ -60,9 +58,6 @@ class Checkpoint:
       vocab_size is the number of rows of the embedding table.
     arrays: arrays by parameter name, such as `encoder/layers_0/attention/query/kernel`.
     vocabulary: fingerprint of the vocabulary that the model was trained with, if recorded.
-    eos_ids: ids of the tokens that end a text, if recorded.
-    generation: generation settings, if recorded.
-    name: name of the checkpoint in records.
     recorded_path: path of the checkpoint in records; None for a model in memory.
   """
 
@@ -76,11 +71,7 @@ class Checkpoint:
   recorded_path: str | None = None
 
   def find_vocabulary(self) -> str | None:
-    """Return the path of the vocabulary that belongs to the model; None if there is none.
-
-    Raises:
-      InputError: the model is on the Hugging Face Hub, and the files were not downloaded.
-    """
+    """Return the path of the vocabulary that belongs to the model; None if there is none."""
     if self.recorded_path is None:
       return None
     return find_vocabulary(hub.resolve(self.path, hub.VOCABULARY))
@@ -97,19 +88,17 @@ class Checkpoint:
     """Return the parameters of the model. Arrays are read one at a time.
 
     Args:
-      config: config of the model to load; see `load.load_params`.
+      config: config of the model to load; see `load.load_params`, also for `shardings`.
       dtype: dtype of the parameters; defaults to `config.dtype`.
-      shardings: shardings of the parameters; see `load.load_params`.
       stored_weights: whether matrices that are stored in bfloat16 stay in bfloat16 if
         `config.kernels` is 'skinny'. They then take half the bytes; matmuls convert them and give
         the same result. Such matrices cannot be sharded, so `shardings` must be None.
-      other_arrays: arrays that must fit in memory together with the parameters. For a draft these
-        are the parameters of its target.
+      other_arrays: arrays that must fit in memory too, such as the target's for a draft.
       output_tokens: the tokens that have logits if `config.num_output_tokens` is set.
 
     Raises:
-      InputError: the arrays do not have the names and shapes that the config requires, or they do
-        not fit in memory. Both are checked before any array is read.
+      InputError: names or shapes are not those of the config, or the arrays do not fit in memory.
+        Both are checked before any array is read.
     """
     config = config if dtype is None else dataclasses.replace(config, dtype=dtype)
     if callable(shardings):
@@ -180,8 +169,6 @@ class Checkpoint:
 
 
 class _Array(NamedTuple):
-  """Array of a loaded model; `read` reads its values at an index."""
-
   shape: tuple[int, ...]
   dtype: np.dtype
   read: Callable[[Any], np.ndarray]
@@ -231,8 +218,8 @@ def _arrays(
 def _place(path: str, name: str, array: _Array, struct: jax.ShapeDtypeStruct) -> jax.Array:
   """Read an array into the memory of its devices; each device reads only its shard.
 
-  Values are copied, because they may be a view of a file, and an array on a CPU device may share
-  the memory that it is created from.
+  Values are copied: they may view a file, and an array on a CPU device may share its source's
+  memory.
   """
 
   def read(index: Any) -> np.ndarray:

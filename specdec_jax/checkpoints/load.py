@@ -91,19 +91,13 @@ def load_params(path: str, config: Config, dtype: Any = None, shardings: Shardin
       only its shard. None places the parameters on the default device.
 
   Raises:
-    InputError: the checkpoint cannot be opened, its arrays do not have the names and shapes that
-      the config requires (the message names arrays that differ), or the arrays do not fit in
-      memory.
+    InputError: the checkpoint cannot be opened or does not fit the config, or memory is too small.
   """
   return open_checkpoint(path).load(config, dtype, shardings)
 
 
 def load_model(folder: str, dtype: str = "float32") -> tuple[Any, Any]:
-  """Return the config and the parameters, in `dtype`, of a checkpoint.
-
-  Raises:
-    InputError: there is no model in the folder, or its parameters do not fit the config.
-  """
+  """Return the config and the parameters, in `dtype`, of a checkpoint."""
   checkpoint = open_checkpoint(folder)
   config = dataclasses.replace(checkpoint.config, dtype=named_dtype(dtype))
   return config, checkpoint.load(config)
