@@ -20,7 +20,7 @@ def quality(
 
   BLEU is sacrebleu's corpus score (tokenizer 13a, cased). ROUGE is the mean F1 of rouge_score with
   its stemmer; each line of a text counts as a sentence. F0.5 is that of the edits of corrected
-  sentences (`edits.f_score`) and needs the sources. An exact match counts 100.
+  sentences (`f_score`) and needs the sources. An exact match counts 100.
 
   Raises:
     InputError: the metric is unknown.

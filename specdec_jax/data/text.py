@@ -55,17 +55,12 @@ def read_lines(
 def read_sources(path: str, prefix: str = "") -> list[dict[str, Any]]:
   """Return the sources of a file: the lines of a text file, or the objects of a JSON Lines file.
 
-  Args:
-    path: path of the file. If its name ends in .jsonl or .jsonl.gz, each line is a JSON object. Its
-      source is the field 'source' or, if there is no such field, the field 'text'.
-    prefix: text prepended to each source that is not blank.
+  If the name of the file ends in .jsonl or .jsonl.gz, each line is a JSON object. Its source is the
+  field 'source' or, if there is none, the field 'text'. `prefix` is prepended to each source that
+  is not blank.
 
   Returns:
     For each source, a dict with the field 'source' and the other fields of its JSON object.
-
-  Raises:
-    InputError: the file does not exist, it is not UTF-8 text, or a line of a JSON Lines file has no
-      source.
   """
   return [_source(line, path, i, prefix) for i, line in enumerate(read_lines(path), 1)]
 
@@ -101,13 +96,6 @@ def _source(line: str, path: str, number: int, prefix: str) -> dict[str, Any]:
 
 
 def read_stdin_lines(prefix: str = "") -> Iterator[str]:
-  """Yield each line of standard input as soon as it is complete.
-
-  Args:
-    prefix: text prepended to each line that is not blank.
-
-  Raises:
-    InputError: standard input is not UTF-8 text.
-  """
+  """Yield each line of standard input as soon as it is complete, with `prefix` unless blank."""
   for fields in iter_sources(sys.stdin.buffer, "standard input", prefix):
     yield fields["source"]

@@ -73,7 +73,6 @@ def _token(content: str, **flags: Any) -> AddedToken:
 
 
 def _read_fields(path: pathlib.Path) -> dict[str, Any]:
-  """Return the fields of a JSON file, or no fields if there is no such file."""
   if not path.is_file():
     return {}
   try:
@@ -83,11 +82,7 @@ def _read_fields(path: pathlib.Path) -> dict[str, Any]:
 
 
 class AddedTokens:
-  """Tokens that are matched as a whole in a text, as in transformers.
-
-  Attributes:
-    by_id: the tokens by their ids.
-  """
+  """Tokens that are matched as a whole in a text, as in transformers."""
 
   def __init__(self, by_id: Mapping[int, AddedToken]):
     self.by_id = by_id
