@@ -42,12 +42,9 @@ def fit_backoff(
 ) -> tuple[tuple[UInt32[Array, " _"], Int32[Array, "_ successors"]], ...]:
   """Count the tokens after each context of `order` - 1 tokens, `order` - 2 tokens, ..., 0 tokens.
 
-  The texts `rows` have EOS and no start token. The stored successors of a context are the most
-  frequent ones, in descending order of frequency, then by token id.
-
-  Returns:
-    A pair of arrays for each length of context, longest first: the hashes of the contexts that
-      occur, in ascending order, and their successors. Missing successors are PAD_ID.
+  `rows` have EOS and no start token. Return for each length of context, longest first, the hashes
+  of the contexts in ascending order, and the successors of each: the most frequent ones, most
+  frequent first and then by token id. Missing successors are PAD_ID.
   """
   require_count("num_successors", num_successors)
   if not (isinstance(order, int) and 1 <= order <= MAX_ORDER):
@@ -80,11 +77,7 @@ def _successor_table(
 
 
 def _hash(array_module: Any, tokens: Sequence[Any], shape: tuple[int, ...]) -> Any:
-  """Return a 32-bit hash of each context, computed by numpy or jax.numpy.
-
-  Contexts with equal hashes share their successors. This can make draft tokens worse, but it does
-  not change the distribution of the output.
-  """
+  """Return 32-bit hashes; contexts with equal hashes share successors, and decoding stays exact."""
   hashed = array_module.zeros(shape, array_module.uint32)
   for token in tokens:
     hashed = (hashed ^ (token + array_module.uint32(1))) * array_module.uint32(0x9E3779B1)

@@ -111,10 +111,8 @@ def tree_draft(
   """Return a draft that proposes a tree of depth gamma in place of a chain of length gamma.
 
   Args:
-    widths: number of children of each node at depth 0, 1, ...; nodes at depths past the end of
-      `widths` have one child.
-    num_draft_tokens: number of draft tokens of a dynamic tree, instead of `widths`. For gamma 1,
-      the tree has one draft token.
+    widths: number of children of each node at depth 0, 1, ...; 1 at depths past the end.
+    num_draft_tokens: that of a dynamic tree, instead of `widths`; 1 if gamma is 1.
   """
   if bool(widths) == (num_draft_tokens is not None):
     raise InputError("A tree has widths, or num_draft_tokens if it is dynamic; give one.")
@@ -155,8 +153,7 @@ def stopping_draft(
 
   Args:
     threshold: see `StoppingDraft`.
-    goal: acceptance rate that the threshold is adapted to (`AdaptiveStoppingDraft`); None for a
-      constant threshold.
+    goal: acceptance rate to keep (`AdaptiveStoppingDraft`); None for a constant threshold.
   """
   model = draft(target)
 
@@ -192,8 +189,7 @@ def recycling_draft(
 ) -> DraftSpec:
   """Return a draft that also proposes the rest of the rejected proposal before it (SpecASR).
 
-  `num_recycled` is the maximum number of recycled tokens. By default, and at most, it is gamma - 1,
-  the number of tokens that may follow a rejected one.
+  `num_recycled` is at most, and by default, gamma - 1: the tokens that may follow a rejected one.
   """
   if num_recycled is not None:
     require_count("num_recycled", num_recycled)

@@ -36,10 +36,7 @@ class DynamicDraft(Draft):
 
   Attributes:
     width: number of nodes per level that the model processes, and number of children of each such
-      node that become candidates.
-
-  Raises:
-    InputError: there are fewer candidates than draft tokens.
+      node that become candidates. There must be at least as many candidates as draft tokens.
   """
 
   model: Model
@@ -137,17 +134,11 @@ def grow(
 ) -> tuple[Proposal, Int[Array, "B N"], Any]:
   """Propose the dynamic tree of the candidates with the best scores.
 
-  Args:
-    width: see `DynamicDraft`.
-    root_logits: logits at the last committed token.
-    extend_level: function that processes a level of the tree. It takes (carry, tokens [B, width],
-      parents [B, width], level from 1, tree of the processed nodes) and returns (logits [B, width,
-      V] at the tokens, new carry). `parents` are indices into the processed nodes of the previous
-      level; for level 1 they are 0, for the last committed token.
-    carry: value that `extend_level` receives for level 1.
-
-  Returns:
-    (proposal, nodes, last carry), with `nodes` as in the state of a `DynamicDraft`.
+  `extend_level` processes a level of the tree. It takes (carry, tokens [B, width], parents [B,
+  width], level from 1, tree of the processed nodes) and returns (logits [B, width, V] at the
+  tokens, new carry). `parents` are indices into the processed nodes of the previous level; for
+  level 1 they are 0, for the last committed token. Return (proposal, nodes, last carry), with
+  `nodes` as in the state of a `DynamicDraft`.
   """
   batch, k = len(root_logits), width
   rows = jnp.arange(batch)[:, None]

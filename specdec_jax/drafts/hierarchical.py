@@ -44,12 +44,9 @@ class HierarchicalDraft(Draft):
   state of `inner`).
 
   Attributes:
-    inner: draft for the model, a chain; it may be hierarchical too. Its `DraftOptions.reread` is
-      larger by 2: its first pass covers the tokens that M_q may not have processed, the first token
-      from M_q, and the last token that `inner` itself proposed.
-
-  Raises:
-    InputError: one of the trees is not a chain, or `inner` may stop early.
+    inner: draft for the model, a chain that does not stop early; it may be hierarchical too. Its
+      `DraftOptions.reread` is larger by 2: its first pass covers the tokens that M_q may not have
+      processed, the first token from M_q, and the last token that `inner` itself proposed.
   """
 
   model: Model

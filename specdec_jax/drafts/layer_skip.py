@@ -69,10 +69,7 @@ def require_layers(layers: Sequence[int], count: int) -> None:
 
 
 def of_layers(config: Config, params: Any, layers: Sequence[int]) -> tuple[Config, Any]:
-  """Return the configuration and parameters of a model with only some of the decoder layers.
-
-  The parameters are not copied. Those of an encoder are left out.
-  """
+  """Return the config and the parameters, not copied, of only some of the decoder layers."""
   decoder = params["decoder"]
   selected = {f"layers_{i}": decoder[f"layers_{layer}"] for i, layer in enumerate(layers)}
   rest = {name: x for name, x in decoder.items() if not name.startswith("layers_")}
@@ -81,11 +78,7 @@ def of_layers(config: Config, params: Any, layers: Sequence[int]) -> tuple[Confi
 
 
 def text_cache(context: Context) -> Any:
-  """Return the target's cache to read the text in it, without the wrapper of simulated acceptance.
-
-  Raises:
-    InputError: the cache does not hold the text in order, as in a beam search.
-  """
+  """Return the target's cache, unwrapped; InputError if it lacks the text, as in a beam search."""
   cache = unwrapped_cache(context.target_cache)
   if not cache.layers:
     raise InputError(
@@ -153,8 +146,7 @@ def logits_at_each_token(
 class LayerSkipDraft(WrappedDraft):
   """A draft that samples tokens from some layers of the target and uses the target's cache.
 
-  It has no state and does not process the prompt. Its parameters are those of `draft`, which
-  samples from the model that consists of `layers`.
+  It has no state and does not process the prompt. Its parameters are those of `draft`.
   """
 
   draft: ModelDraft

@@ -200,10 +200,8 @@ def extend_last_tokens(
 
   The cache lacks the last draft token of a round if all were accepted. Therefore the pass always
   covers `count` tokens, although the cache may already hold all but the last. In a row with fewer
-  tokens, it also covers unused slots after them, whose results are not returned.
-
-  Returns:
-    (logits and hidden states at the last committed token, cache of the tokens before it).
+  tokens, it also covers unused slots after them, whose results are not returned. Return the logits
+  and hidden states at the last committed token, and the cache of the tokens before it.
   """
   length = context.length
   start = jnp.maximum(length - count, 0)

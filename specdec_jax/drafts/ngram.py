@@ -46,8 +46,7 @@ def _ngram(name: str, order: int, vocabulary: Vocabulary, path: str) -> DraftSpe
 class Ngrams(NamedTuple):
   """Unigram and bigram counts of a text.
 
-  The `successors` of a token are in descending order of frequency, then by token id. `counts` is 0
-  for missing successors.
+  `successors` are in descending order of frequency, then by token id; missing ones have count 0.
   """
 
   unigrams: Int[Array, " V"]

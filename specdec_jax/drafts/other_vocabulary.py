@@ -116,10 +116,8 @@ def other_vocabulary_params(
   different types, if they have the same text inside a text. If several tokens have the same text,
   only the first one has a partner. A token without a partner is spelled with as few draft tokens as
   possible. If it cannot be spelled, it becomes the unknown token, or the start token if there is no
-  unknown token. `inputs` has the last token of each spelling.
-
-  Args:
-    starts: start tokens of the texts of two encoder-decoders: of the target, and of the draft.
+  unknown token. `inputs` has the last token of each spelling. `starts` are the start tokens of
+  texts of the target and of the draft if they are encoder-decoders.
   """
   pads, text_starts = (target.pad_id, draft.pad_id), (target.start_id, draft.start_id)
   roles = dict([pads if has_encoder else text_starts])

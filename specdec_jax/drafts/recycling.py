@@ -1,10 +1,8 @@
-"""Draft recycling: rejected draft tokens are proposed again after the correction (SpecASR).
+"""Recycling: rejected draft tokens are proposed again after the correction (arXiv 2507.18181).
 
-A rejection discards the draft tokens after the rejected one. The source of an encoder-decoder
-determines most of the text, so these tokens are often right after the correction. They are proposed
-once more in the next round, as a second branch of its tree.
-
-Source: SpecASR (arXiv 2507.18181).
+In SpecASR, a rejection discards the draft tokens after the rejected one. The source of an
+encoder-decoder determines most of the text, so these tokens are often right after the correction.
+They are proposed once more in the next round, as a second branch of its tree.
 """
 
 import dataclasses
@@ -41,9 +39,6 @@ class RecyclingDraft(WrappedDraft):
 
   Attributes:
     num_recycled: maximum number of recycled tokens; at most gamma - 1 tokens follow a rejected one.
-
-  Raises:
-    InputError: the tree is not a chain, or the wrapped draft stops early or depends on outcomes.
   """
 
   num_recycled: int

@@ -58,8 +58,7 @@ def retrieval(
 ) -> DraftSpec:
   """Return a draft that retrieves from a text file, which has one output of the task per line.
 
-  Without a capacity, the datastore is cached in the directory of JAX's compilation cache, if that
-  cache is enabled.
+  Without a capacity, the datastore is cached in JAX's compilation cache directory, if enabled.
 
   Args:
     path: path of the text file; None for an empty datastore, which needs a capacity.
@@ -67,9 +66,6 @@ def retrieval(
     num_matches: maximum number of continuations in the trie.
     tokens_per_match: maximum length of a continuation per token of the suffix; None for no limit.
     capacity: number of tokens that the datastore has room for; see `build_datastore`.
-
-  Raises:
-    InputError: there are neither texts nor a capacity.
   """
   vocabulary = target.vocabulary
   if path is not None and capacity is None:
@@ -108,13 +104,10 @@ def cached_datastore(vocabulary: Vocabulary, path: str) -> Datastore:
 def build_datastore(
   rows: Iterable[Sequence[int]], start_id: int = PAD_ID, capacity: int | None = None
 ) -> Datastore:
-  """Build the datastore of texts.
+  """Build the datastore of texts, given as token ids with EOS and without a start token.
 
-  Args:
-    rows: token ids of each text, with EOS and without a start token.
-    start_id: token before each text.
-    capacity: M, the number of tokens that the datastore has room for; by default that of the texts.
-      Only the last M tokens are kept.
+  `capacity` is M, the number of tokens that there is room for, by default that of the texts. Only
+  the last M tokens are kept.
   """
   if capacity is not None:
     require_count("capacity", capacity)
@@ -173,15 +166,12 @@ class RetrievalDraft(Draft):
   frequent children; missing tokens are PAD_ID. All tokens are selected deterministically.
 
   Attributes:
-    max_context: maximum number of tokens of the suffix that is looked up.
+    max_context: maximum number of tokens of the suffix that is looked up. The sum of it and the
+      depth of the tree is at most REACH.
     num_matches: maximum number of continuations that form the trie. If there are more, they are
       subsampled at even intervals.
     tokens_per_match: maximum length of a continuation per token of the suffix, so that a longer
       match is continued for longer (SuffixDecoding; Oliaro et al., 2024); None for no limit.
-
-  Raises:
-    InputError: max_context plus the depth of the tree exceeds REACH, or the tree needs more
-      continuations than num_matches.
   """
 
   tree: AnyTree

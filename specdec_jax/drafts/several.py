@@ -3,7 +3,8 @@
 Parameters and states are tuples with one entry per draft, in order. The drafts do not receive the
 outcome of verification, because accepted tokens may come from a different draft. Instead, drafts
 with a cache process all tokens that the last round may have committed at the start of a round
-(`DraftOptions.reread`).
+(`DraftOptions.reread`). A `ForestDraft` and a `CascadeDraft` take no drafts that depend on outcomes
+or stop early.
 """
 
 import dataclasses
@@ -32,9 +33,6 @@ class ForestDraft(Draft):
   and the nodes are verified in the order of the drafts. `core.verify.merging.MergingVerifier`
   continues equal tokens of several drafts as one node. It would not be exact to leave out one of
   the nodes, or to verify them in random order (`tests/test_verifiers.py`).
-
-  Raises:
-    InputError: a tree is dynamic, or a draft stops early or depends on outcomes.
   """
 
   drafts: tuple[Draft, ...]
@@ -72,9 +70,6 @@ class CascadeDraft(Draft):
   Verification seldom reaches tokens far from the last committed one, so a cheaper draft suffices
   for them (the horizontal cascade of Chen et al., 2024). The tokens that are new to a draft include
   those of the drafts before it.
-
-  Raises:
-    InputError: a tree is not a chain, or a draft stops early or depends on outcomes.
   """
 
   drafts: tuple[Draft, ...]
@@ -110,9 +105,6 @@ class FallbackDraft(Draft):
 
   A draft proposes nothing if its first token is PAD_ID. If all drafts propose nothing, the last one
   is used. The drafts have equal static trees and select their tokens deterministically.
-
-  Raises:
-    InputError: the trees differ, or (in `propose`) a draft samples.
   """
 
   drafts: tuple[Draft, ...]
@@ -153,8 +145,7 @@ def concatenated(
 ) -> tuple[Int[Array, "B N"], Float[Array, "B N V"] | None]:
   """Concatenate the tokens and the q of all proposals.
 
-  The q is None if all tokens were selected deterministically. If only some were, theirs are
-  one-hots.
+  q is None if all tokens are selected deterministically; if only some are, theirs are one-hots.
   """
   tokens = jnp.concatenate([proposal.tokens for proposal in proposals], axis=1)
   if all(proposal.q is None for proposal in proposals):

@@ -31,9 +31,6 @@ class StoppingDraft(WrappedDraft):
   Attributes:
     threshold: lowest product of probabilities at which the draft continues (see the module
       docstring), in [0, 1]; with threshold 0 all tokens are proposed.
-
-  Raises:
-    InputError: the tree is not a chain, or the threshold is outside [0, 1].
   """
 
   draft: ModelDraft

@@ -68,7 +68,6 @@ class DraftHead(TransformerConfig, abc.ABC):
 
   Attributes:
     state_dim: width of the target's hidden states, E.
-    needs_encoder: whether the head works only with a target that has an encoder.
     uses_cross_attention: whether the head attends to the target's cross-attention keys and values.
   """
 
@@ -118,8 +117,7 @@ class DraftHead(TransformerConfig, abc.ABC):
   def training_logits(self, target: Config, stride: int) -> DraftLogits:
     """Return the function that computes teacher-forced logits for the training loss.
 
-    `stride` is the distance between anchors, in tokens; heads that draft after each token ignore
-    it.
+    `stride` is the distance between anchors in tokens; heads with an anchor per token ignore it.
     """
 
   def feature_loss(

@@ -1,20 +1,18 @@
 """Non-autoregressive draft with its own encoder (Spec-Drafter; Xia et al., 2023).
 
 The head is a small T5. In each round, one pass of its decoder covers the tokens that the last round
-committed, and then gamma placeholders, one for each position after the text. A placeholder is a
-learned embedding, and its logits are those of the token at its position. The placeholders attend to
-the committed text, to the source and to each other, in both directions. Given the text, the draft
-tokens are independent of each other. Committed tokens attend only to earlier tokens, so their keys
-and values are cached.
+committed, and then gamma placeholders: learned embeddings, one for each position after the text,
+whose logits are those of the token at that position. The placeholders attend to the committed text,
+to the source and to each other, in both directions. Given the text, the draft tokens are
+independent of each other. Committed tokens attend only to earlier tokens, so their keys and values
+are cached.
 
-Training uses glancing targets (GLAT; Qian et al., 2021). The head first predicts the tokens of all
-placeholders. Then the embeddings of some target tokens are added to their placeholders, and the
-head learns to predict the tokens of the other placeholders. More target tokens are shown where the
-first prediction has more errors.
+Training uses glancing targets (GLAT; Qian et al., 2021). After a first prediction, the embeddings
+of some target tokens, more if there are more errors, are added to their placeholders, and the head
+learns to predict the tokens of the other placeholders.
 
 Axis letters are those of `core.types`, except that T counts target tokens in training and N counts
-placeholders per anchor (gamma). A is the number of anchors per text, and d is the width of the
-head.
+placeholders per anchor (gamma). A is the number of anchors per text, and d the width of the head.
 """
 
 import dataclasses
@@ -111,8 +109,7 @@ class DrafterT5(T5):
   ) -> tuple[Float[Array, "B D V"], T5Cache]:
     """Return the logits of the next `depth` tokens, and the cache with the given tokens.
 
-    `tokens` are those from position `cache.length` on, including the last committed one. Those from
-    position `length` on are ignored.
+    `tokens` start at position `cache.length`; those from position `length` on are ignored.
     """
     hidden, layers = self._run(cache, tokens, length[:, None] - 1)
     return self.logits(hidden[:, :depth]), cache.replace(layers=layers)
@@ -124,7 +121,10 @@ class DrafterT5(T5):
     anchors: Int[Array, "B A"],
     shown: Int[Array, "B A N"] | None = None,
   ) -> tuple[Float[Array, "B AN d"], tuple[KeysValues, ...]]:
-    """Return the hidden states of all placeholders, and each layer's keys and values if cached."""
+    """Return the hidden states of all placeholders, and the keys and values of each layer.
+
+    A cache without layers is not written to.
+    """
     batch, num_tokens = tokens.shape
     x, embedding = self.token_embedder(tokens), self.token_embedder.embedding
     shape = *anchors.shape, *self.places.shape
@@ -209,8 +209,7 @@ class DrafterHead(DraftHead):
   def training_logits(self, target: Config, stride: int) -> DraftLogits:
     """Return the function that computes the logits of the placeholders of each anchor.
 
-    In training, some target tokens are shown. Their positions are set past the end of the text, so
-    that they are not part of the loss.
+    Shown target tokens get positions past the end of the text, so they are not part of the loss.
     """
     module = self.module
 
@@ -242,11 +241,7 @@ def tokens_to_show(
   is_token: Bool[Array, "B A N"],
   ratio: Float[Array, ""] | float,
 ) -> Bool[Array, "B A N"]:
-  """Select at random the target tokens that are shown to the head.
-
-  Their number per anchor is `ratio` times that of wrong predictions, rounded. `is_token` is False
-  past the end of the text.
-  """
+  """Select tokens at random, `ratio` times the number of wrong predictions per anchor, rounded."""
   count = jnp.round(ratio * (is_wrong & is_token).sum(axis=-1, keepdims=True))
   order = jnp.where(is_token, jax.random.uniform(rng, is_token.shape), 1.0).argsort(axis=-1)
   return order.argsort(axis=-1) < count

@@ -1,7 +1,6 @@
 """Early exit: some layers of the target, its final norm, and a trained residual block.
 
-The layers are the first ones, or a chosen set. The target's output projection turns the output of
-the block into logits.
+The target's output projection turns the output of the block into logits.
 """
 
 import dataclasses

@@ -163,7 +163,7 @@ class SharedEncoderT5(T5):
   def condition(
     self, hidden: Float[Array, "*batch E"], offsets: Int[Array, "*offsets"] | int
   ) -> Float[Array, "*tokens d"]:
-    """Return the conditioning of tokens, `offsets` after the start of the round of `hidden`."""
+    """Return the conditioning by target states, and by offsets from the start of the round."""
     embedded = self.age[jnp.minimum(offsets, len(self.age) - 1)].astype(self.config.activations)
     return self.state(self.state_norm(hidden)) + embedded
 
@@ -315,10 +315,7 @@ class SharedEncoderModel(T5Model):
     tree: Tree,
     first: Int[Array, ""] | int,
   ) -> SharedEncoderCache:
-    """Write the conditioning of the children of nodes `first` to `first + K - 1`.
-
-    `hidden` are the output states at these nodes. The root is in slot `cache.length`.
-    """
+    """Write the conditioning of the children of nodes `first` to `first + K - 1`."""
     children = first + 1  # of a chain
     if not tree.is_chain:
       assert isinstance(first, int)

@@ -57,10 +57,8 @@ class StatelessModule(nn.Module):
   ) -> tuple[Any, Float[Array, "B 1 d"]]:
     """Return the plan (values that are computed once per round) and the initial state.
 
-    Args:
-      hidden: hidden state of the target at the start of the round.
-      depth: number of consecutive draft tokens that will be proposed.
-      project: function from hidden states [..., E] to the target's logits [..., V].
+    `depth` is the number of consecutive draft tokens that will be proposed. `project` maps hidden
+    states [..., E] to the target's logits [..., V].
     """
 
   @abc.abstractmethod
@@ -74,8 +72,7 @@ class StatelessModule(nn.Module):
   ) -> tuple[Float[Array, "B M V"], Float[Array, "B M d_out"]]:
     """Return the logits of the token after each of M nodes of a level, and the state after each.
 
-    `state` is that after each node's parent; for the last committed token, at level 0, it is that
-    from `begin`. `previous` is the token of each node.
+    `state` is that after each node's parent; at level 0 it is that from `begin`.
     """
 
   def __call__(
@@ -127,8 +124,7 @@ class SourceLayer(nn.Module):
 class LevelwiseDraft(Draft):
   """A draft that proposes level by level with a learned head.
 
-  For a dynamic tree, the head processes WIDTH nodes per level, and WIDTH children of each of them
-  are candidates.
+  For a dynamic tree, WIDTH nodes per level are processed, with WIDTH candidate children each.
   """
 
   head: Any
@@ -160,11 +156,9 @@ class LevelwiseDraft(Draft):
   ) -> Proposal:
     """Propose the tree, one level at a time.
 
-    Args:
-      step: function of (states [B, M, d] after the parents of M nodes, level, tokens [B, M] of the
-        nodes). It returns the logits [B, M, V] of the token after each node, and the state after
-        each node. The level is the depth of the nodes: 0 for the last committed token.
-      states: state of level 0.
+    `step` is a function of (states [B, M, d] after the parents of M nodes, level, tokens [B, M] of
+    the nodes). It returns the logits [B, M, V] of the token after each node, and the state after
+    each node. The level is the depth of the nodes: 0 for the last committed token.
     """
     select: Callable[..., Array] = gather if isinstance(self.tree, DynamicTree) else take
 
