@@ -85,20 +85,17 @@ class Checkpoint:
     other_arrays: Any = (),
     output_tokens: Sequence[int] | None = None,
   ) -> Any:
-    """Return the parameters of the model. Arrays are read one at a time.
+    """Return the parameters of the model, in `config.dtype` by default.
+
+    Arrays are read one at a time. Before, InputError is raised if they do not fit config or memory.
 
     Args:
       config: config of the model to load; see `load.load_params`, also for `shardings`.
-      dtype: dtype of the parameters; defaults to `config.dtype`.
       stored_weights: whether matrices that are stored in bfloat16 stay in bfloat16 if
         `config.kernels` is 'skinny'. They then take half the bytes; matmuls convert them and give
         the same result. Such matrices cannot be sharded, so `shardings` must be None.
       other_arrays: arrays that must fit in memory too, such as the target's for a draft.
       output_tokens: the tokens that have logits if `config.num_output_tokens` is set.
-
-    Raises:
-      InputError: names or shapes are not those of the config, or the arrays do not fit in memory.
-        Both are checked before any array is read.
     """
     config = config if dtype is None else dataclasses.replace(config, dtype=dtype)
     if callable(shardings):
@@ -177,10 +174,7 @@ class _Array(NamedTuple):
 def _arrays(
   config: AnyConfig, name: str, leaves: Sequence[Leaf], tokens: np.ndarray | None
 ) -> dict[str, _Array]:
-  """Return the arrays of a parameter: itself, or its panels, int8 values, scales and tokens.
-
-  Only a parameter that is stored in this form is read in slices.
-  """
+  """Return the arrays of a parameter: itself, or its panels, int8 values, scales and tokens."""
   path, _, kind = name.rpartition("/")
   columns = tokens if path.rpartition("/")[2] in _OUTPUTS else None
   is_int8, is_packed = config.weights == "int8", config.kernels != "xla"
@@ -218,8 +212,7 @@ def _arrays(
 def _place(path: str, name: str, array: _Array, struct: jax.ShapeDtypeStruct) -> jax.Array:
   """Read an array into the memory of its devices; each device reads only its shard.
 
-  Values are copied: they may view a file, and an array on a CPU device may share its source's
-  memory.
+  Values are copied, since they may view a file whose memory an array on a CPU would share.
   """
 
   def read(index: Any) -> np.ndarray:

@@ -159,8 +159,7 @@ def read_t5x(folder: str, index: str = T5X_INDEX) -> dict[str, Any]:
 def _zarr(folder: str, name: str, value: Any) -> dict:
   """Return the tensorstore spec of an array that the index refers to.
 
-  Only the path in the reference is used. Its driver and bucket may be wrong, because a checkpoint
-  can be copied after it is written.
+  Only the path in the reference is used: a copied checkpoint may have another driver or bucket.
   """
   match value:
     case str() if value.startswith(_ELSEWHERE):

@@ -65,10 +65,7 @@ def open_huggingface(folder: str) -> Checkpoint:
 def open_state(
   path: str, fields: Mapping[str, Any], state: Mapping[str, Any], generation: Generation
 ) -> Checkpoint:
-  """Return the `Checkpoint` of a model of transformers, given the fields of its configuration.
-
-  `state` has its arrays by their names in transformers. `path` is for messages.
-  """
+  """Return the `Checkpoint` of a model of transformers, given its configuration and its arrays."""
   fields = {"model_type": None, **fields}
   require_known(path, fields, model_type=tuple(FAMILIES))
   family = FAMILIES[fields["model_type"]]
@@ -95,10 +92,7 @@ def open_state(
 
 
 def read_arrays(folder: str) -> dict[str, Any]:
-  """Return the arrays of a folder by their names in transformers, without reading their values.
-
-  Pickled files are not read.
-  """
+  """Return the arrays of a folder, memory-mapped, by name. Pickled files are not read."""
   if files.is_file(folder, WEIGHTS):
     parts = [WEIGHTS]
   elif files.is_file(folder, _INDEX):
@@ -159,7 +153,6 @@ def generation_of(
 
 
 def _effective(settings: Mapping[str, Any]) -> dict[str, Any]:
-  """Return the settings that apply and differ from their neutral values."""
   neutral = dict(_NEUTRAL)
   if settings.get("num_beams") not in (None, 1):
     neutral |= _NEUTRAL_FOR_BEAMS

@@ -43,8 +43,6 @@ def save_model(
   """Write the config and the parameters of a model to `folder`: both files or neither.
 
   Args:
-    folder: folder to write to; created if it does not exist.
-    params: parameters of the model, not packed in panels (`kernels.skinny`).
     vocabulary: fingerprint of the vocabulary that the model was trained with; None if unknown. When
       a pair loads the model, this fingerprint is compared with that of the pair's vocabulary.
     dtype: dtype of the parameters in the file; by default, that of each array of `params`.
@@ -86,9 +84,6 @@ def save_huggingface(folder: str, config: T5Config, params: Any) -> None:
 
   Padding of the embedding table becomes part of the vocabulary. Either both files are written or
   neither. `config` must not be `fused`.
-
-  Raises:
-    InputError: transformers has no model with this config.
   """
   kind = ("gated-" if config.gated else "") + config.activation
   plain = T5Config(**{name: getattr(config, name) for name in _T5_FIELDS})
