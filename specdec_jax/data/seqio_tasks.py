@@ -79,9 +79,8 @@ def _metric(name: str) -> Callable[[Sequence[str], Sequence[str]], dict[str, flo
 def text_pairs(splits: Mapping[str, tuple[str, str]]) -> seqio.DataSource:
   """Return a data source that reads examples {source, target} from files of parallel text.
 
-  `splits` has the paths of a source file and of a target file, with one text per line; see
-  `read_lines`. Reading a split raises InputError if a file is missing or their numbers of lines
-  differ.
+  For each split, `splits` has the paths of a source and of a target file; see `read_lines`. Their
+  numbers of lines must be equal.
   """
 
   def read(split: str, shuffle_files: bool, seed: int | None = None) -> tf.data.Dataset:

@@ -78,11 +78,8 @@ def text_folder(
 ) -> str:
   """Write the texts of a task to files, for training runs, and return their folder.
 
-  Each split has two files with one text per line: `SPLIT.inputs` and `SPLIT.targets`.
-
-  Args:
-    task: name of a task; see `sources`.
-    limit: maximum number of examples of each split.
+  Each split has two files with up to `limit` texts, one per line: `SPLIT.inputs` and
+  `SPLIT.targets`. For `task`, see `sources`.
   """
   files = [
     _text_file(task, split, limit, side) for split in splits for side in ("inputs", "targets")

@@ -47,7 +47,6 @@ def open_vocabulary(
       `tokenizer.json` of their classes), of a PEGASUS (`spiece.model`), and a byte-level BPE
       (`vocab.json`). The vocabulary of ByT5 is opened by its `tokenizer_config.json`.
     extra_ids: number of sentinels to add to a SentencePiece model.
-    tokens: tokens that the model uses; by default, those of a decoder-only model.
 
   Raises:
     InputError: the file does not exist or is not of the type that its name says, `extra_ids` does
@@ -125,10 +124,7 @@ def _stated_extra_ids(words: SentencePieces) -> int | None:
 
 
 def count_extra_ids(pieces: Sequence[str], num_rows: int) -> int:
-  """Return the number of sentinels that 'auto' adds to a SentencePiece model, 100 or 0.
-
-  See `open_vocabulary_of_model`.
-  """
+  """Return the number of sentinels, 100 or 0, that 'auto' adds; see `open_vocabulary_of_model`."""
   size = len(pieces) + _T5_EXTRA_IDS
   has_sentinels = any("<extra_id_0>" in piece for piece in pieces)  # such as mT5's model
   return _T5_EXTRA_IDS if num_rows in (size, padded_size(size)) and not has_sentinels else 0
@@ -140,10 +136,7 @@ def padded_size(num_tokens: int) -> int:
 
 
 def find_vocabulary(folder: str) -> str | None:
-  """Return the path of the vocabulary of the model in `folder`, or None if there is none.
-
-  A Hugging Face folder contains it; for pairs of this project, it may be in the parent folder.
-  """
+  """Return the path of the vocabulary in `folder` or, for this project's pairs, in its parent."""
   inside = pathlib.Path(folder)
   ours = [place / name for place in (inside, inside.parent) for name in _OURS]
   files = (str(file) for file in ours if file.is_file())

@@ -91,7 +91,7 @@ class Vocabulary(abc.ABC):
     """Return the fraction of letters that are unknown or are single-letter pieces inside a word.
 
     It is about a tenth for texts like those that the vocabulary was trained on, and 1 for a text in
-    a different script. It is 0 for fewer than 1,000 pieces, because few of those are longer.
+    a different script. For fewer than 1,000 pieces it is 0, because few of them are longer.
     """
     if len(self) < _MIN_PIECES:
       return 0.0
