@@ -158,9 +158,6 @@ class SpeculativeModel(models.EncoderDecoderModel):
     Args:
       draft_module: network of the draft; like `module`, from t5x.examples.t5.
       **kwargs: optional arguments of `EncoderDecoderModel`, except `decode_fn`.
-
-    Raises:
-      InputError: a network is not supported, or the networks have different vocabularies.
     """
     if "decode_fn" in kwargs:
       raise InputError("decode_fn has no effect here; set t5x.Decoding, which has beam_search.")
@@ -224,8 +221,8 @@ class SpeculativeModel(models.EncoderDecoderModel):
 
     Returns:
       Tokens [B, T], or [B, A, T] with `return_all_decodes`, and a dict of arrays with the same
-        leading axes: 'scores', as in `temperature_sample`, and 'rounds', the result of
-        `count_rounds`.
+      leading axes: 'scores', as in `temperature_sample`, and 'rounds', the result of
+      `count_rounds`.
     """
     defaults = self._default_decoder_params
     num_decodes = defaults.num_decodes if num_decodes is None else num_decodes
@@ -415,13 +412,9 @@ def count_steps(result: BeamResult) -> dict[str, Int[Array, " B"]]:
 def count_rounds(decoded: DecodeResult) -> dict[str, Int[AnyArray, " B"]]:
   """Return counts for each decoded row.
 
-  Returns:
-    num_tokens: number of new tokens, EOS included.
-    num_rounds: number of target forward passes that emitted these tokens.
-    num_accepted: number of accepted draft tokens, as in `Rounds.acceptance_counts`.
-    num_rejected: number of rejected draft tokens. num_accepted / (num_accepted + num_rejected) is
-      the acceptance rate.
-    not_finite: see `DecodeResult`; -1 if all tokens could be decoded.
+  `num_tokens` includes EOS. `num_rounds` is the number of target forward passes that emitted
+  tokens. num_accepted / (num_accepted + num_rejected) is the acceptance rate
+  (`Rounds.acceptance_counts`). `not_finite` is that of `DecodeResult`.
   """
   accepted, rejected = decoded.rounds.acceptance_counts()
   return {

@@ -69,8 +69,7 @@ def extra_ids(module: nn.Module, vocabulary: str) -> int:
   """Return the number of sentinels to add to the SentencePiece model at the path `vocabulary`.
 
   It is 100, as in T5, if the SentencePiece model has no sentinels and the embedding table of the
-  network has exactly the rows that the pieces and 100 sentinels need, with or without padding
-  (`count_extra_ids`). Otherwise it is 0.
+  network has exactly the rows for the pieces and 100 sentinels, padded or not. Otherwise it is 0.
   """
   tokenizer = seqio.SentencePieceVocabulary(vocabulary).tokenizer
   pieces = [tokenizer.id_to_piece(i) for i in range(tokenizer.get_piece_size())]
