@@ -226,7 +226,7 @@ def train_word_pieces(texts: Iterable[str], path: str, size: int) -> None:
   lines, special = list(texts), [_PAD, _END, _UNKNOWN]
 
   def train(size: int, first: list[str]) -> list[str]:
-    """Return up to `size` pieces: `first`, all characters, and others."""
+    """Return up to `size` pieces, beginning with `first`, but at least these and all characters."""
     tokenizer = _tokenizer(models.WordPiece(unk_token=_UNKNOWN))
     trainer = trainers.WordPieceTrainer(
       vocab_size=size,
