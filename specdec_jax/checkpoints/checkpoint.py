@@ -37,9 +37,7 @@ class Generation(NamedTuple):
   """Generation settings of a checkpoint that change the output of transformers' `generate`.
 
   Attributes:
-    file: source of the settings, for messages: generation_config.json or, if there is no such file,
-      config.json; "its generation_config" for a model of transformers in memory; "" if the
-      checkpoint does not record settings.
+    file: source of the settings, for messages, such as generation_config.json; "" if there is none.
     settings: settings that apply and differ from their neutral values.
     tasks: for each task in `task_specific_params` of config.json, its settings that apply and
       differ from their neutral values, and its `prefix`.
@@ -60,9 +58,6 @@ class Checkpoint:
       vocab_size is the number of rows of the embedding table.
     arrays: arrays by parameter name, such as `encoder/layers_0/attention/query/kernel`.
     vocabulary: fingerprint of the vocabulary that the model was trained with, if recorded.
-    eos_ids: ids of the tokens that end a text, if recorded.
-    generation: generation settings, if recorded.
-    name: name of the checkpoint in records.
     recorded_path: path of the checkpoint in records; None for a model in memory.
   """
 
@@ -76,11 +71,7 @@ class Checkpoint:
   recorded_path: str | None = None
 
   def find_vocabulary(self) -> str | None:
-    """Return the path of the vocabulary that belongs to the model; None if there is none.
-
-    Raises:
-      InputError: the model is on the Hugging Face Hub, and the files were not downloaded.
-    """
+    """Return the path of the vocabulary that belongs to the model; None if there is none."""
     if self.recorded_path is None:
       return None
     return find_vocabulary(hub.resolve(self.path, hub.VOCABULARY))
@@ -94,22 +85,17 @@ class Checkpoint:
     other_arrays: Any = (),
     output_tokens: Sequence[int] | None = None,
   ) -> Any:
-    """Return the parameters of the model. Arrays are read one at a time.
+    """Return the parameters of the model, in `config.dtype` by default.
+
+    Arrays are read one at a time. Before, InputError is raised if they do not fit config or memory.
 
     Args:
-      config: config of the model to load; see `load.load_params`.
-      dtype: dtype of the parameters; defaults to `config.dtype`.
-      shardings: shardings of the parameters; see `load.load_params`.
+      config: config of the model to load; see `load.load_params`, also for `shardings`.
       stored_weights: whether matrices that are stored in bfloat16 stay in bfloat16 if
         `config.kernels` is 'skinny'. They then take half the bytes; matmuls convert them and give
         the same result. Such matrices cannot be sharded, so `shardings` must be None.
-      other_arrays: arrays that must fit in memory together with the parameters. For a draft these
-        are the parameters of its target.
+      other_arrays: arrays that must fit in memory too, such as the target's for a draft.
       output_tokens: the tokens that have logits if `config.num_output_tokens` is set.
-
-    Raises:
-      InputError: the arrays do not have the names and shapes that the config requires, or they do
-        not fit in memory. Both are checked before any array is read.
     """
     config = config if dtype is None else dataclasses.replace(config, dtype=dtype)
     if callable(shardings):
@@ -180,8 +166,6 @@ class Checkpoint:
 
 
 class _Array(NamedTuple):
-  """Array of a loaded model; `read` reads its values at an index."""
-
   shape: tuple[int, ...]
   dtype: np.dtype
   read: Callable[[Any], np.ndarray]
@@ -190,10 +174,7 @@ class _Array(NamedTuple):
 def _arrays(
   config: AnyConfig, name: str, leaves: Sequence[Leaf], tokens: np.ndarray | None
 ) -> dict[str, _Array]:
-  """Return the arrays of a parameter: itself, or its panels, int8 values, scales and tokens.
-
-  Only a parameter that is stored in this form is read in slices.
-  """
+  """Return the arrays of a parameter: itself, or its panels, int8 values, scales and tokens."""
   path, _, kind = name.rpartition("/")
   columns = tokens if path.rpartition("/")[2] in _OUTPUTS else None
   is_int8, is_packed = config.weights == "int8", config.kernels != "xla"
@@ -231,8 +212,7 @@ def _arrays(
 def _place(path: str, name: str, array: _Array, struct: jax.ShapeDtypeStruct) -> jax.Array:
   """Read an array into the memory of its devices; each device reads only its shard.
 
-  Values are copied, because they may be a view of a file, and an array on a CPU device may share
-  the memory that it is created from.
+  Values are copied, since they may view a file whose memory an array on a CPU would share.
   """
 
   def read(index: Any) -> np.ndarray:

@@ -45,9 +45,6 @@ def local_copy(folder: str, name: str) -> Iterator[str]:
   """Yield the local path of a file; a remote file is copied to a temporary file for the context.
 
   A memory map that is created in the context stays valid after the context exits.
-
-  Raises:
-    FileNotFoundError: the remote file does not exist.
   """
   if not _is_remote(folder):
     yield os.path.join(folder, name)
@@ -74,11 +71,7 @@ def local_copy(folder: str, name: str) -> Iterator[str]:
 
 
 def read_json(folder: str, name: str) -> dict[str, Any]:
-  """Return the fields of a JSON file.
-
-  Raises:
-    InputError: the file is damaged.
-  """
+  """Return the fields of a JSON file, or raise InputError if it is damaged."""
   with local_copy(folder, name) as path:
     text = pathlib.Path(path).read_text(encoding="utf-8")
   try:
@@ -92,7 +85,6 @@ def _is_remote(path: str) -> bool:
 
 
 def _keys(folder: str, start: str, end: str) -> list[str]:
-  """Return the file paths, relative to a remote folder, for which start <= path < end."""
   try:
     store = tensorstore.KvStore.open(kvstore(folder)).result()
     return [k.decode() for k in store.list(tensorstore.KvStore.KeyRange(start, end)).result()]

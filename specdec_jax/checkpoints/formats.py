@@ -45,12 +45,9 @@ _ELSEWHERE = "PLACEHOLDER://"  # in early versions of Orbax, prefix of a referen
 
 @dataclasses.dataclass(frozen=True)
 class Leaf:
-  """Parameter in a checkpoint. Its values are `array / divisor + plus`.
+  """Parameter in a checkpoint, with the values `array / divisor + plus`.
 
-  Attributes:
-    array: array of numpy, which may be memory-mapped, or of tensorstore.
-    divisor: number by which values are divided.
-    plus: number that is added to values.
+  `array` is an array of numpy, which may be memory-mapped, or of tensorstore.
   """
 
   array: Any
@@ -78,11 +75,7 @@ class Leaf:
 
 
 def read_safetensors(folder: str, part: str) -> dict[str, np.ndarray]:
-  """Return the arrays of a safetensors file by name, memory-mapped.
-
-  Raises:
-    InputError: the file is damaged or missing, or an array has an unsupported dtype.
-  """
+  """Return the arrays of a safetensors file by name, memory-mapped."""
   try:
     with files.local_copy(folder, part) as path:
       safe_open(path, framework="numpy")  # checks the header and the size of the file
@@ -105,11 +98,7 @@ def read_safetensors(folder: str, part: str) -> dict[str, np.ndarray]:
 def read_msgpack(folder: str, name: str) -> dict[str, Any]:
   """Read a file that `flax.serialization.to_bytes` wrote; return a dict with names such as `a/b`.
 
-  Arrays are memory-mapped. References to arrays in other files (tensorstore specs) are returned as
-  dicts.
-
-  Raises:
-    InputError: the file is missing, damaged or not Flax's msgpack.
+  Arrays are memory-mapped. References to arrays in other files (tensorstore specs) are dicts.
   """
   try:
     with files.local_copy(folder, name) as path, open(path, "rb") as file:
@@ -156,14 +145,9 @@ def _from_chunks(tree: dict[str, Any]) -> tensorstore.TensorStore:
 
 
 def read_t5x(folder: str, index: str = T5X_INDEX) -> dict[str, Any]:
-  """Return the parameters of a T5 in a checkpoint of T5X.
+  """Return the parameters of a T5 in a checkpoint of T5X, such as `checkpoint_1000000`.
 
-  Args:
-    folder: folder of the checkpoint, such as `checkpoint_1000000`.
-    index: name of the msgpack file in `folder`. An old checkpoint consists of this file alone.
-
-  Raises:
-    InputError: the checkpoint is damaged or contains no T5.
+  `index` is the msgpack file in `folder`; an old checkpoint consists of this file alone.
   """
   path = folder if index == T5X_INDEX else posixpath.join(folder, index)
   params = _select_params(path, read_msgpack(folder, index))
@@ -175,8 +159,7 @@ def read_t5x(folder: str, index: str = T5X_INDEX) -> dict[str, Any]:
 def _zarr(folder: str, name: str, value: Any) -> dict:
   """Return the tensorstore spec of an array that the index refers to.
 
-  Only the path in the reference is used. Its driver and bucket may be wrong, because a checkpoint
-  can be copied after it is written; shape and chunks are in the metadata of the array itself.
+  Only the path in the reference is used: a copied checkpoint may have another driver or bucket.
   """
   match value:
     case str() if value.startswith(_ELSEWHERE):
@@ -194,9 +177,6 @@ def read_orbax(folder: str) -> dict[str, Any]:
   """Return the parameters of a T5 that `StandardCheckpointer` or `PyTreeCheckpointer` wrote.
 
   Tensorstore reads the arrays, because Orbax would restore the whole train state.
-
-  Raises:
-    InputError: the checkpoint is damaged or contains no T5.
   """
   metadata = files.read_json(folder, ORBAX_METADATA)
   keys = [
@@ -216,11 +196,10 @@ def read_orbax(folder: str) -> dict[str, Any]:
 
 
 def _open_zarr(path: str, specs: Mapping[str, dict[str, Any]]) -> dict[str, Any]:
-  """Open the arrays that tensorstore specs describe.
+  """Open the arrays that tensorstore specs describe, concurrently, since a server may be remote.
 
-  All arrays are opened concurrently, since each may wait for a remote server. A missing chunk is an
-  error and is not read as zeros, because an incomplete copy of a checkpoint lacks chunks. A
-  complete checkpoint lacks only chunks of zeros, and no array of a T5 has a chunk of zeros.
+  A missing chunk is an error and is not read as zeros, because an incomplete copy of a checkpoint
+  lacks chunks. A complete one lacks only chunks of zeros, and no array of a T5 has one.
   """
   futures = {
     name: tensorstore.open({**spec, "fill_missing_data_reads": False}, open=True, read=True)
@@ -258,13 +237,7 @@ def _select_params(path: str, saved: Mapping[str, Value]) -> dict[str, Value]:
 
 
 def infer_config(path: str, arrays: Mapping[str, Any]) -> T5Config:
-  """Infer the config of a T5 from the shapes of its arrays.
-
-  A gated MLP is assumed to use GELU, and an MLP without a gate is assumed to use ReLU.
-
-  Raises:
-    InputError: the arrays are not those of a T5 in t5x.
-  """
+  """Infer the config of a T5 from the shapes of its arrays; a gated MLP uses GELU, others ReLU."""
 
   def num_layers(stack: str) -> int:
     matches = (re.match(rf"{stack}/(layers_\d+)/", name) for name in arrays)

@@ -51,11 +51,7 @@ _NEUTRAL_FOR_SAMPLING |= {"epsilon_cutoff": 0.0, "eta_cutoff": 0.0}
 
 
 def open_huggingface(folder: str) -> Checkpoint:
-  """Open the checkpoint of a supported model that `save_pretrained` wrote as safetensors.
-
-  Raises:
-    InputError: the model is not supported, or files are damaged or missing.
-  """
+  """Open the checkpoint of a supported model that `save_pretrained` wrote as safetensors."""
   fields, file = files.read_json(folder, CONFIG), CONFIG
   tasks, settings = fields.get("task_specific_params"), fields
   if files.is_file(folder, _GENERATION):
@@ -69,17 +65,7 @@ def open_huggingface(folder: str) -> Checkpoint:
 def open_state(
   path: str, fields: Mapping[str, Any], state: Mapping[str, Any], generation: Generation
 ) -> Checkpoint:
-  """Return the `Checkpoint` of a model of transformers.
-
-  Args:
-    path: path or description of the model, for messages.
-    fields: fields of its configuration.
-    state: its arrays, by their names in transformers.
-    generation: its generation settings.
-
-  Raises:
-    InputError: the model is not supported, or arrays that should be equal differ.
-  """
+  """Return the `Checkpoint` of a model of transformers, given its configuration and its arrays."""
   fields = {"model_type": None, **fields}
   require_known(path, fields, model_type=tuple(FAMILIES))
   family = FAMILIES[fields["model_type"]]
@@ -106,12 +92,7 @@ def open_state(
 
 
 def read_arrays(folder: str) -> dict[str, Any]:
-  """Return the arrays of a folder by their names in transformers, without reading their values.
-
-  Raises:
-    InputError: the folder has no safetensors file (pickled files are not read), or files are
-      damaged or missing.
-  """
+  """Return the arrays of a folder, memory-mapped, by name. Pickled files are not read."""
   if files.is_file(folder, WEIGHTS):
     parts = [WEIGHTS]
   elif files.is_file(folder, _INDEX):
@@ -132,9 +113,6 @@ def open_in_memory(model: Any) -> Checkpoint:
       `GPTConfig` and a tree of parameters; or (config, state_dict), with a configuration of
       transformers (an object or a mapping) and the arrays by their names in transformers. Arrays
       are numpy arrays, JAX arrays or PyTorch tensors.
-
-  Raises:
-    InputError: the model is not supported.
   """
   if hasattr(model, "state_dict"):
     config, arrays, kind = model.config, model.state_dict(), type(model)
@@ -154,12 +132,10 @@ def open_in_memory(model: Any) -> Checkpoint:
 
 
 def _fields(config: Any) -> dict[str, Any]:
-  """Return the fields of a configuration of transformers."""
   return dict(config) if isinstance(config, Mapping) else config.to_dict()
 
 
 def _array(value: Any) -> np.ndarray:
-  """Return an array of numpy, JAX or PyTorch; PyTorch's is converted to float32."""
   if hasattr(value, "detach"):  # numpy has no bfloat16 of PyTorch
     value = value.detach().cpu().float().numpy()
   return np.asarray(value)
@@ -168,13 +144,7 @@ def _array(value: Any) -> np.ndarray:
 def generation_of(
   file: str, settings: Mapping[str, Any], tasks: Mapping[str, Mapping[str, Any]] | None
 ) -> Generation:
-  """Return the generation settings that change outputs, for the model and for each of its tasks.
-
-  Args:
-    file: source of `settings`, for messages (`Generation.file`).
-    settings: all generation settings of the model.
-    tasks: field `task_specific_params` of config.json.
-  """
+  """Return the generation settings that change outputs, for the model and for each of its tasks."""
   of_tasks = {
     task: _effective(given) | {name: x for name, x in given.items() if name == "prefix"}
     for task, given in (tasks or {}).items()
@@ -183,10 +153,6 @@ def generation_of(
 
 
 def _effective(settings: Mapping[str, Any]) -> dict[str, Any]:
-  """Return the settings that apply and differ from their neutral values.
-
-  Settings of beam search apply with more than one beam, and settings of sampling with `do_sample`.
-  """
   neutral = dict(_NEUTRAL)
   if settings.get("num_beams") not in (None, 1):
     neutral |= _NEUTRAL_FOR_BEAMS

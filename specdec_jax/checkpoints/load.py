@@ -23,12 +23,10 @@ _UNFINISHED = re.compile(r"\.(orbax-checkpoint-)?tmp")
 def open_checkpoint(model: Any) -> Checkpoint:
   """Open a checkpoint of T5X, Orbax, Hugging Face or this project, without loading its arrays.
 
-  Pickled files are never read.
-
   Args:
     model: a folder, or the single file of an old T5X checkpoint; both may be local or `gs://`. Or
       the name of a model on the Hugging Face Hub, which is then downloaded (`hub.resolve`). Or a
-      model in memory; see `huggingface.open_in_memory`.
+      model in memory; see `huggingface.open_in_memory`. Pickled files are never read.
 
   Raises:
     InputError: there is no checkpoint at this path, it is damaged, incomplete or not supported, or
@@ -78,32 +76,23 @@ def _t5(path: str, arrays: dict[str, Any]) -> Checkpoint:
 
 
 def load_params(path: str, config: Config, dtype: Any = None, shardings: Shardings = None):
-  """Return the parameters of a checkpoint; arrays are read one at a time to limit peak memory.
+  """Return the parameters of a checkpoint, in `config.dtype` by default.
+
+  Arrays are read one at a time to limit peak memory.
 
   Args:
-    path: path of the checkpoint; see `open_checkpoint`.
     config: config of the model to load. If it is `fused` and the checkpoint is not, matrices are
       concatenated when they are read, as in `families.for_decoding`.
-    dtype: dtype of the parameters; defaults to `config.dtype`.
     shardings: tree of `jax.sharding.Sharding` with the structure of the parameters, or a function
       that returns such a tree, given the tree of the parameters' shapes and, if it has a parameter
       `config`, `config` (such as `partitioning.param_shardings` with a mesh). Each device reads
       only its shard. None places the parameters on the default device.
-
-  Raises:
-    InputError: the checkpoint cannot be opened, its arrays do not have the names and shapes that
-      the config requires (the message names arrays that differ), or the arrays do not fit in
-      memory.
   """
   return open_checkpoint(path).load(config, dtype, shardings)
 
 
 def load_model(folder: str, dtype: str = "float32") -> tuple[Any, Any]:
-  """Return the config and the parameters, in `dtype`, of a checkpoint.
-
-  Raises:
-    InputError: there is no model in the folder, or its parameters do not fit the config.
-  """
+  """Return the config and the parameters, in `dtype`, of a checkpoint."""
   checkpoint = open_checkpoint(folder)
   config = dataclasses.replace(checkpoint.config, dtype=named_dtype(dtype))
   return config, checkpoint.load(config)

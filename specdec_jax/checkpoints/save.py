@@ -40,20 +40,12 @@ _T5_FIELDS = (
 def save_model(
   folder: str, config: AnyConfig, params: Any, vocabulary: str | None = None, dtype: Any = None
 ) -> None:
-  """Write the config and the parameters of a model to `folder`.
-
-  Either both files are written or neither.
+  """Write the config and the parameters of a model to `folder`: both files or neither.
 
   Args:
-    folder: folder to write to; created if it does not exist.
-    config: config of the model.
-    params: parameters of the model, not packed in panels (`kernels.skinny`).
     vocabulary: fingerprint of the vocabulary that the model was trained with; None if unknown. When
       a pair loads the model, this fingerprint is compared with that of the pair's vocabulary.
     dtype: dtype of the parameters in the file; by default, that of each array of `params`.
-
-  Raises:
-    InputError: the parameters are packed in panels.
   """
   if config.kernels != "xla":
     raise InputError(
@@ -73,11 +65,7 @@ def save_model(
 
 
 def open_folder(folder: str) -> Checkpoint:
-  """Open a model that `save_model` wrote.
-
-  Raises:
-    InputError: the folder contains no model, or its parameters are damaged.
-  """
+  """Open a model that `save_model` wrote."""
   if not files.is_file(folder, CONFIG) or not files.is_file(folder, PARAMS):
     raise InputError(f"There is no model in {folder}; expected {CONFIG} and {PARAMS} in it.")
   fields = files.read_json(folder, CONFIG)
@@ -95,15 +83,7 @@ def save_huggingface(folder: str, config: T5Config, params: Any) -> None:
   """Write a T5 to `folder` as transformers' `save_pretrained` does, in the dtype of its parameters.
 
   Padding of the embedding table becomes part of the vocabulary. Either both files are written or
-  neither.
-
-  Args:
-    folder: folder to write to; created if it does not exist.
-    config: config of the model, which must not be `fused`.
-    params: parameters of the model.
-
-  Raises:
-    InputError: transformers has no model with this config.
+  neither. `config` must not be `fused`.
   """
   kind = ("gated-" if config.gated else "") + config.activation
   plain = T5Config(**{name: getattr(config, name) for name in _T5_FIELDS})

@@ -31,11 +31,7 @@ class HuggingFaceTokenizer(Vocabulary):
   _tokenizer: Any
 
   def __init__(self, path: str, tokens: ModelTokens = DECODER_ONLY):
-    """Read the file, and the settings of the tokenizer next to it.
-
-    Raises:
-      InputError: the files are damaged, or they have no EOS.
-    """
+    """Read the file, and the settings of the tokenizer next to it."""
     self._config = read_tokenizer_config(pathlib.Path(path).parent)
     try:
       self._tokenizer = tokenizer = Tokenizer.from_file(str(path))
@@ -67,7 +63,6 @@ class HuggingFaceTokenizer(Vocabulary):
     pad_id: int,
     special_ids: frozenset[int],
   ) -> None:
-    """Set the tokens, given their ids and the special tokens that the files name."""
     self.path, self._has_encoder = str(path), tokens.has_encoder
     self._tokens = {i: token for token, i in ids.items()}
     self._size = max(self._tokens) + 1  # ids may have gaps
@@ -101,7 +96,6 @@ class HuggingFaceTokenizer(Vocabulary):
     return [i for i in self._ids(text, special=False) if i < self._size]
 
   def _ids(self, text: str, special: bool) -> list[int]:
-    """Return the ids of a text, with the special tokens of a source if `special` is true."""
     return self._tokenizer.encode(text, add_special_tokens=special).ids
 
   def decode(self, ids: Iterable[int]) -> str:
@@ -113,10 +107,7 @@ class HuggingFaceTokenizer(Vocabulary):
     return text if is_bpe else self._config.clean_up(text)
 
   def pieces(self, ids: Sequence[int]) -> list[str]:
-    """Return the text of each token; see `Vocabulary.pieces`.
-
-    A token that is an incomplete character is returned as U+FFFD. Line breaks become U+21B5.
-    """
+    """Return the text of each token; an incomplete character is U+FFFD, a line break U+21B5."""
     return [self._piece(int(i)) if i < len(self) else f"<{int(i)}>" for i in ids]
 
   def _piece(self, i: int) -> str:
@@ -133,12 +124,7 @@ class TransformersTokenizer(HuggingFaceTokenizer):
   """Vocabulary that `AutoTokenizer` of transformers reads, such as that of Marian or NLLB."""
 
   def __init__(self, path: str, tokens: ModelTokens = DECODER_ONLY):
-    """Read the folder of the file `path`.
-
-    Raises:
-      InputError: transformers is not installed or cannot read the files, or the tokenizer does not
-        have the source language.
-    """
+    """Read the folder of the file `path`."""
     try:
       from transformers import AutoTokenizer
     except ImportError as error:

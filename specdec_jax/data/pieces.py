@@ -40,17 +40,10 @@ class SentencePieces(Vocabulary):
     tokens: ModelTokens = DECODER_ONLY,
     config: TokenizerConfig | None = None,
   ):
-    """Read the file.
+    """Read the file, and add `extra_ids` sentinels.
 
-    Args:
-      path: path of the SentencePiece model.
-      extra_ids: number of sentinels.
-      tokens: tokens that the model uses.
-      config: settings of a tokenizer of Hugging Face, which has further tokens and matches the
-        names of special tokens in a text. None for a vocabulary of seqio.
-
-    Raises:
-      InputError: the file is missing, or it is not a SentencePiece model.
+    `config` has the settings of a tokenizer of Hugging Face, which has further tokens and matches
+    the names of special tokens in a text. It is None for a vocabulary of seqio.
     """
     self.path, self.extra_ids, self._config = str(path), extra_ids, config
     try:
@@ -106,11 +99,7 @@ class SentencePieces(Vocabulary):
 
 
 def train_sentence_pieces(texts: Iterable[str], path: str, size: int) -> None:
-  """Train a unigram SentencePiece model of `size` pieces on lines of text and write it to `path`.
-
-  Raises:
-    InputError: the texts do not allow a vocabulary of that size.
-  """
+  """Train a unigram SentencePiece model of `size` pieces on lines of text; write it to `path`."""
   model = io.BytesIO()
   try:
     sentencepiece.SentencePieceTrainer.train(
@@ -141,11 +130,7 @@ class Bytes(Vocabulary):
   _FIRST = 3  # id of the byte 0
 
   def __init__(self, path: str, tokens: ModelTokens = DECODER_ONLY):
-    """Read the settings of the tokenizer in the file tokenizer_config.json at `path`.
-
-    Raises:
-      InputError: the tokenizer is not that of ByT5.
-    """
+    """Read the settings of the tokenizer in the file tokenizer_config.json at `path`."""
     self.path = str(path)
     self._config = read_tokenizer_config(pathlib.Path(path).parent)
     if self._config.kind != "ByT5Tokenizer":
@@ -176,10 +161,7 @@ class Bytes(Vocabulary):
     return self._config.clean_up(bytes(kept).decode(errors="ignore"))
 
   def pieces(self, ids: Sequence[int]) -> list[str]:
-    """Return the text of each token; see `Vocabulary.pieces`.
-
-    A byte that is not a character is returned as U+FFFD. Line breaks become U+21B5.
-    """
+    """Return the text of each token; a byte that is no character is U+FFFD, a line break U+21B5."""
     return [self._piece(int(i)) for i in ids]
 
   def _piece(self, i: int) -> str:
@@ -240,16 +222,11 @@ class WordPieces(Vocabulary):
 
 
 def train_word_pieces(texts: Iterable[str], path: str, size: int) -> None:
-  """Train at most `size` word pieces on lines of text and write them to `path`, one per line.
-
-  Raises:
-    InputError: the special tokens and the characters of the texts alone need more than `size`
-      pieces.
-  """
+  """Train at most `size` word pieces on lines of text and write them to `path`, one per line."""
   lines, special = list(texts), [_PAD, _END, _UNKNOWN]
 
   def train(size: int, first: list[str]) -> list[str]:
-    """Return up to `size` pieces, but at least `first`, with which they begin, and characters."""
+    """Return up to `size` pieces, beginning with `first`, but at least these and all characters."""
     tokenizer = _tokenizer(models.WordPiece(unk_token=_UNKNOWN))
     trainer = trainers.WordPieceTrainer(
       vocab_size=size,

@@ -42,12 +42,8 @@ def add_task(
   """Register a task with seqio; its texts are tokenized in the same way as those of T5's tasks.
 
   Args:
-    name: name of the task, for `tasks.sources`, seqio and t5x.
-    source: source of the examples.
     prefix: text prepended to each input.
     inputs: name of the field of an example that has the input; None for empty inputs.
-    targets: name of the field that has the reference output.
-    vocabulary: vocabulary of inputs and targets.
     metrics: names of metrics of `quality.METRICS` that score outputs against the targets.
   """
 
@@ -73,7 +69,6 @@ def add_task(
 
 
 def _metric(name: str) -> Callable[[Sequence[str], Sequence[str]], dict[str, float]]:
-  """Return a metric of seqio, whose function takes texts of the targets and of the outputs."""
 
   def metric(targets: Sequence[str], predictions: Sequence[str]) -> dict[str, float]:
     return {name: quality(name, predictions, targets)}
@@ -84,12 +79,8 @@ def _metric(name: str) -> Callable[[Sequence[str], Sequence[str]], dict[str, flo
 def text_pairs(splits: Mapping[str, tuple[str, str]]) -> seqio.DataSource:
   """Return a data source that reads examples {source, target} from files of parallel text.
 
-  Reading a split raises InputError if one of its files is missing, or if its files have different
-  numbers of lines.
-
-  Args:
-    splits: for each split, the paths of a source file and of a target file. Each file has one text
-      per line; see `read_lines`.
+  For each split, `splits` has the paths of a source and of a target file; see `read_lines`. Their
+  numbers of lines must be equal.
   """
 
   def read(split: str, shuffle_files: bool, seed: int | None = None) -> tf.data.Dataset:

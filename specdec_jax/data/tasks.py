@@ -39,7 +39,6 @@ def sources(
 
   Args:
     task: name of a task registered by this module, by `add_task` or by any imported module.
-    split: name of the split of the task.
     limit: maximum number of examples to read; None to read all.
     side: 'inputs', or 'targets' to return the reference outputs instead.
 
@@ -70,16 +69,7 @@ def sources(
 
 
 def targets_file(task: str, split: str = "train", limit: int = 100_000) -> str:
-  """Write reference outputs of a task to a file, one per line, and return its path.
-
-  Args:
-    task: name of a task; see `sources`.
-    split: name of the split of the task.
-    limit: maximum number of outputs.
-
-  Raises:
-    InputError: as for `sources`.
-  """
+  """Write up to `limit` reference outputs of a task to a file, one per line; return its path."""
   return str(_text_file(task, split, limit, "targets"))
 
 
@@ -88,15 +78,8 @@ def text_folder(
 ) -> str:
   """Write the texts of a task to files, for training runs, and return their folder.
 
-  Each split has two files with one text per line: `SPLIT.inputs` and `SPLIT.targets`.
-
-  Args:
-    task: name of a task; see `sources`.
-    splits: names of splits of the task.
-    limit: maximum number of examples of each split.
-
-  Raises:
-    InputError: as for `sources`.
+  Each split has two files with up to `limit` texts, one per line: `SPLIT.inputs` and
+  `SPLIT.targets`. For `task`, see `sources`.
   """
   files = [
     _text_file(task, split, limit, side) for split in splits for side in ("inputs", "targets")

@@ -26,9 +26,6 @@ def read_lines(
     prefix: text prepended to each line that is not blank, such as the prefix of a T5 task.
     num_words: number of words to keep of each line, so that a decoder-only model continues it; None
       to keep all.
-
-  Raises:
-    InputError: the file does not exist, or it is not UTF-8 text.
   """
   if limit is not None:
     require_count("limit", limit)
@@ -55,26 +52,15 @@ def read_lines(
 def read_sources(path: str, prefix: str = "") -> list[dict[str, Any]]:
   """Return the sources of a file: the lines of a text file, or the objects of a JSON Lines file.
 
-  Args:
-    path: path of the file. If its name ends in .jsonl or .jsonl.gz, each line is a JSON object. Its
-      source is the field 'source' or, if there is no such field, the field 'text'.
-    prefix: text prepended to each source that is not blank.
-
-  Returns:
-    For each source, a dict with the field 'source' and the other fields of its JSON object.
-
-  Raises:
-    InputError: the file does not exist, it is not UTF-8 text, or a line of a JSON Lines file has no
-      source.
+  If the name of the file ends in .jsonl or .jsonl.gz, each line is a JSON object. Its source is the
+  field 'source' or, if there is none, the field 'text'. `prefix` is prepended to each source that
+  is not blank. Each result has the field 'source' and the other fields of its JSON object.
   """
   return [_source(line, path, i, prefix) for i, line in enumerate(read_lines(path), 1)]
 
 
 def iter_sources(lines: Iterable[bytes], path: str, prefix: str = "") -> Iterator[dict[str, Any]]:
-  """Yield the sources of a file as soon as its decompressed lines are read; see `read_sources`.
-
-  The name in `path` determines the format, and messages contain it.
-  """
+  """Yield the sources of a file, named `path`, as soon as lines are read; see `read_sources`."""
   for number, raw in enumerate(lines, 1):
     try:
       line = raw.decode("utf-8").removesuffix("\n").rstrip("\r")
@@ -101,13 +87,6 @@ def _source(line: str, path: str, number: int, prefix: str) -> dict[str, Any]:
 
 
 def read_stdin_lines(prefix: str = "") -> Iterator[str]:
-  """Yield each line of standard input as soon as it is complete.
-
-  Args:
-    prefix: text prepended to each line that is not blank.
-
-  Raises:
-    InputError: standard input is not UTF-8 text.
-  """
+  """Yield each line of standard input as soon as it is complete, with `prefix` unless blank."""
   for fields in iter_sources(sys.stdin.buffer, "standard input", prefix):
     yield fields["source"]

@@ -24,7 +24,6 @@ class TokenizerConfig(NamedTuple):
 
   Attributes:
     kind: class of the tokenizer in transformers without the suffix 'Fast'; '' if it is unknown.
-    fields: fields of tokenizer_config.json.
     named: special tokens by name, such as 'eos_token'.
     added: special tokens and other added tokens, by id.
     extra: further special tokens, such as sentinels.
@@ -73,7 +72,6 @@ def _token(content: str, **flags: Any) -> AddedToken:
 
 
 def _read_fields(path: pathlib.Path) -> dict[str, Any]:
-  """Return the fields of a JSON file, or no fields if there is no such file."""
   if not path.is_file():
     return {}
   try:
@@ -83,11 +81,7 @@ def _read_fields(path: pathlib.Path) -> dict[str, Any]:
 
 
 class AddedTokens:
-  """Tokens that are matched as a whole in a text, as in transformers.
-
-  Attributes:
-    by_id: the tokens by their ids.
-  """
+  """Tokens that are matched as a whole in a text, as in transformers."""
 
   def __init__(self, by_id: Mapping[int, AddedToken]):
     self.by_id = by_id
@@ -96,10 +90,7 @@ class AddedTokens:
     self._pattern = re.compile(f"({'|'.join(map(re.escape, longest_first))})") if by_id else None
 
   def encode(self, text: str, encode: Callable[[str], list[int]]) -> list[int]:
-    """Return the ids of a text; `encode` returns those of the parts between added tokens.
-
-    Tokens remove the space next to them if their flags say so.
-    """
+    """Return the ids of a text; `encode` returns those of the parts between added tokens."""
     parts = [part for part in self._pattern.split(text) if part] if self._pattern else [text]
     for i, part in enumerate(parts):
       token = self.by_id[self._ids[part]] if part in self._ids else None

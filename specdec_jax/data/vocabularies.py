@@ -42,17 +42,15 @@ def open_vocabulary(
     path: path of a vocabulary file, or of a Hugging Face folder that contains one. A `.txt` file
       has BERT's word pieces, a `.json` file is a tokenizer of Hugging Face (such as GPT-2's),
       `spiece.model` is the SentencePiece model of a T5 of Hugging Face, and any other file is a
-      SentencePiece model, whose tokens are those of seqio. The library transformers reads the
-      files of a Marian (`source.spm`), of M2M100, NLLB and mBART (`sentencepiece.bpe.model`, or a
+      SentencePiece model, whose tokens are those of seqio. The library transformers reads the files
+      of a Marian (`source.spm`), of M2M100, NLLB and mBART (`sentencepiece.bpe.model`, or a
       `tokenizer.json` of their classes), of a PEGASUS (`spiece.model`), and a byte-level BPE
       (`vocab.json`). The vocabulary of ByT5 is opened by its `tokenizer_config.json`.
     extra_ids: number of sentinels to add to a SentencePiece model.
-    tokens: tokens that the model uses; by default, those of a decoder-only model.
 
   Raises:
-    InputError: the file does not exist, or it is not of the type that its name says; `extra_ids` is
-      out of range, or it is positive and the file is not a SentencePiece model; the vocabulary
-      does not have the source language; or transformers is needed and not installed.
+    InputError: the file does not exist or is not of the type that its name says, `extra_ids` does
+      not fit it, it lacks the source language, or transformers is not installed.
   """
   require_count("extra_ids", extra_ids, least=0)
   path = _huggingface_file(pathlib.Path(path)) or path
@@ -92,22 +90,17 @@ def open_vocabulary_of_model(
   extra_ids: int | Literal["auto"] = "auto",
   tokens: ModelTokens = DECODER_ONLY,
 ) -> Vocabulary:
-  """Open the vocabulary of a model whose embedding table has `num_rows` rows.
+  """Open the vocabulary of a model whose embedding table has `num_rows` rows, padding included.
 
   If the tables of an encoder-decoder have a few more or fewer rows than the files have tokens, the
-  size of the vocabulary is `num_rows`; see `Vocabulary.fit`.
+  size of the vocabulary is `num_rows`; see `Vocabulary.fit`. The other arguments are those of
+  `open_vocabulary`.
 
   Args:
-    path: path of a file or Hugging Face folder; see `open_vocabulary`.
-    num_rows: number of rows of the table, including padding (`padded_size`).
-    extra_ids: number of sentinels to add. 'auto' adds to a SentencePiece model without sentinels
-      as many as `tokenizer_config.json` says. If it does not say, 'auto' adds the 100 sentinels of
-      T5 if `num_rows` is then the number of tokens, or that number padded. For example, 32,000
-      pieces and 100 sentinels are 32,100 tokens, which are padded to 32,128 rows.
-    tokens: tokens that the model uses; by default, those of a decoder-only model.
-
-  Raises:
-    InputError: the vocabulary cannot be opened; see `open_vocabulary`.
+    extra_ids: number of sentinels to add. 'auto' adds to a SentencePiece model without sentinels as
+      many as `tokenizer_config.json` says. If it does not say, 'auto' adds the 100 sentinels of T5
+      if `num_rows` is then the number of tokens, or that number padded. For example, 32,000 pieces
+      and 100 sentinels are 32,100 tokens, which are padded to 32,128 rows.
   """
   if extra_ids != "auto":
     return open_vocabulary(path, extra_ids, tokens)
@@ -131,14 +124,7 @@ def _stated_extra_ids(words: SentencePieces) -> int | None:
 
 
 def count_extra_ids(pieces: Sequence[str], num_rows: int) -> int:
-  """Return the number of sentinels that 'auto' adds to a SentencePiece model, 100 or 0.
-
-  See `open_vocabulary_of_model`.
-
-  Args:
-    pieces: all pieces of the model.
-    num_rows: number of rows of the embedding table, including padding (`padded_size`).
-  """
+  """Return the number of sentinels, 100 or 0, that 'auto' adds; see `open_vocabulary_of_model`."""
   size = len(pieces) + _T5_EXTRA_IDS
   has_sentinels = any("<extra_id_0>" in piece for piece in pieces)  # such as mT5's model
   return _T5_EXTRA_IDS if num_rows in (size, padded_size(size)) and not has_sentinels else 0
@@ -150,11 +136,7 @@ def padded_size(num_tokens: int) -> int:
 
 
 def find_vocabulary(folder: str) -> str | None:
-  """Return the path of the vocabulary of the model in `folder`, or None if there is none.
-
-  A Hugging Face folder contains the vocabulary. Pairs of this project have it in the parent folder
-  of their models.
-  """
+  """Return the path of the vocabulary in `folder` or, for this project's pairs, in its parent."""
   inside = pathlib.Path(folder)
   ours = [place / name for place in (inside, inside.parent) for name in _OURS]
   files = (str(file) for file in ours if file.is_file())
@@ -162,7 +144,6 @@ def find_vocabulary(folder: str) -> str | None:
 
 
 def _huggingface_file(folder: pathlib.Path) -> str | None:
-  """Return the file that opens the vocabulary in a Hugging Face folder, or None."""
   for names in _HUGGING_FACE:
     if all((folder / name).is_file() for name in names):
       return str(folder / names[0])

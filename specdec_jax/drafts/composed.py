@@ -39,9 +39,6 @@ def hierarchical_draft(
     draft: loads the draft model.
     inner: loads the cheaper draft, which may be hierarchical too.
     inner_gamma: number of draft tokens that the cheaper draft proposes per round.
-
-  Raises:
-    InputError: (when the draft is built) a tree is not a chain.
   """
   model, cheaper = (load(target) for load in (draft, inner))
 
@@ -59,8 +56,7 @@ def hierarchical_draft(
 def forest_draft(target: Loaded, drafts: Sequence[LoadsDraft]) -> DraftSpec:
   """Return a draft that joins the proposals of several drafts in one tree (SpecInfer).
 
-  Each draft proposes the whole tree or chain that is requested. If a draft is given twice, it is
-  sampled twice.
+  Each draft proposes the whole requested tree. A draft that is given twice is sampled twice.
   """
   factories = [draft(target) for draft in drafts]
 
@@ -80,10 +76,6 @@ def cascade_draft(target: Loaded, drafts: Sequence[LoadsDraft], gammas: Sequence
   Args:
     drafts: drafts in the order in which they propose.
     gammas: number of draft tokens of each draft except the last one, which proposes the rest.
-
-  Raises:
-    InputError: `len(gammas)` is not `len(drafts) - 1`, a gamma is not a positive integer, or (when
-      the draft is built) the tree is not a chain.
   """
   if len(gammas) != len(drafts) - 1:
     raise InputError(
@@ -119,13 +111,8 @@ def tree_draft(
   """Return a draft that proposes a tree of depth gamma in place of a chain of length gamma.
 
   Args:
-    widths: number of children of each node at depth 0, 1, ...; nodes at depths past the end of
-      `widths` have one child.
-    num_draft_tokens: number of draft tokens of a dynamic tree, to be given instead of `widths`. For
-      gamma 1, the tree has one draft token.
-
-  Raises:
-    InputError: both `widths` and `num_draft_tokens` are given, or neither of them.
+    widths: number of children of each node at depth 0, 1, ...; 1 at depths past the end.
+    num_draft_tokens: that of a dynamic tree, instead of `widths`; 1 if gamma is 1.
   """
   if bool(widths) == (num_draft_tokens is not None):
     raise InputError("A tree has widths, or num_draft_tokens if it is dynamic; give one.")
@@ -149,10 +136,7 @@ def tree_draft(
 def prompt_lookup_or_ngrams(
   target: Loaded, path: str, max_ngram: int = 3, order: int = 4
 ) -> DraftSpec:
-  """Return a draft that uses prompt lookup and falls back to n-grams with back-off.
-
-  The arguments are those of `prompt_lookup` and `backoff_ngrams`.
-  """
+  """Return a draft that uses `prompt_lookup` and falls back to `backoff_ngrams`."""
   factories = prompt_lookup(target, max_ngram), backoff_ngrams(target, path, order)
 
   def build(sampling: Sampling, tree: AnyTree, options=DraftOptions()) -> FallbackDraft:
@@ -169,8 +153,7 @@ def stopping_draft(
 
   Args:
     threshold: see `StoppingDraft`.
-    goal: acceptance rate that the threshold is adapted to (`AdaptiveStoppingDraft`); None for a
-      constant threshold.
+    goal: acceptance rate to keep (`AdaptiveStoppingDraft`); None for a constant threshold.
   """
   model = draft(target)
 
@@ -206,9 +189,7 @@ def recycling_draft(
 ) -> DraftSpec:
   """Return a draft that also proposes the rest of the rejected proposal before it (SpecASR).
 
-  Args:
-    num_recycled: maximum number of recycled tokens. By default, and at most, it is gamma - 1, the
-      number of tokens that may follow a rejected one.
+  `num_recycled` is at most, and by default, gamma - 1: the tokens that may follow a rejected one.
   """
   if num_recycled is not None:
     require_count("num_recycled", num_recycled)
@@ -224,16 +205,10 @@ def recycling_draft(
 
 
 def _rereading(options: DraftOptions, num_tokens: int) -> DraftOptions:
-  """Return the options of a draft in rounds that commit up to `num_tokens` tokens new to it."""
   return dataclasses.replace(options, reread=max(options.reread, num_tokens))
 
 
 def _joined(name: str, build: BuildDraft, factories: Sequence[DraftSpec]) -> DraftSpec:
-  """Return the draft factory of several drafts.
-
-  Raises:
-    InputError: a draft reads outputs of layers of the target.
-  """
   for factory in factories:
     if factory.features:
       raise InputError(

@@ -30,20 +30,13 @@ class DynamicDraft(Draft):
   """A draft that proposes the most probable paths of a model as a dynamic tree.
 
   The model processes a tree of `width` nodes per level, and the proposal is selected from these
-  nodes and their children. The parameters are those of the model. The state is (cache of the model,
-  nodes): for each draft token, `nodes` [B, N] is its number among the processed nodes, from 1, or 0
-  if it was not processed.
+  nodes and their children. Drafting takes `depth` forward passes. The parameters are those of the
+  model. The state is (cache of the model, nodes): for each draft token, `nodes` [B, N] is its
+  number among the processed nodes, from 1, or 0 if it was not processed.
 
   Attributes:
-    model: the approximation model, M_q.
-    tree: number of draft tokens and depth of the tree; drafting takes `depth` forward passes.
     width: number of nodes per level that the model processes, and number of children of each such
-      node that become candidates.
-    options: see `DraftOptions`; all tokens are selected deterministically.
-
-  Raises:
-    InputError: there are fewer candidates than draft tokens; or `width`, the depth or the number of
-      draft tokens is not a positive integer.
+      node that become candidates. There must be at least as many candidates as draft tokens.
   """
 
   model: Model
@@ -101,10 +94,7 @@ class DynamicDraft(Draft):
 
 
 def require_candidates(tree: DynamicTree, width: int) -> None:
-  """Raise InputError if a dynamic tree has more draft tokens than there are candidates for it.
-
-  It is also raised if `width`, the depth or the number of draft tokens is not a positive integer.
-  """
+  """Raise InputError if a size is not positive or a tree has fewer candidates than draft tokens."""
   require_count("width", width)
   require_count("depth", tree.depth)
   require_count("num_draft_tokens", tree.num_draft_tokens)
@@ -144,22 +134,11 @@ def grow(
 ) -> tuple[Proposal, Int[Array, "B N"], Any]:
   """Propose the dynamic tree of the candidates with the best scores.
 
-  Args:
-    tree: number of draft tokens and depth of the tree.
-    width: number of nodes that are processed per level, and number of children of each such node
-      that become candidates.
-    root_logits: logits at the last committed token.
-    extend_level: function that processes a level of the tree. It takes (carry, tokens [B, width],
-      parents [B, width], level from 1, tree of the processed nodes) and returns (logits [B, width,
-      V] at the tokens, new carry). `parents` are indices into the processed nodes of the previous
-      level; for level 1 they are 0, for the last committed token.
-    carry: value that `extend_level` receives for level 1.
-    context: context of the round.
-    processors: logits processors, which apply to all logits.
-
-  Returns:
-    (proposal, nodes, last carry). `nodes` [B, N] holds the number of each draft token among the
-    processed nodes, from 1; it is 0 for draft tokens that were not processed.
+  `extend_level` processes a level of the tree. It takes (carry, tokens [B, width], parents [B,
+  width], level from 1, tree of the processed nodes) and returns (logits [B, width, V] at the
+  tokens, new carry). `parents` are indices into the processed nodes of the previous level; for
+  level 1 they are 0, for the last committed token. Return (proposal, nodes, last carry), with
+  `nodes` as in the state of a `DynamicDraft`.
   """
   batch, k = len(root_logits), width
   rows = jnp.arange(batch)[:, None]
@@ -210,6 +189,5 @@ def grow(
 def _best_children(
   logits: Float[Array, "B M V"], scores: Float[Array, "B M"], k: int
 ) -> tuple[Float[Array, "B M {k}"], Int[Array, "B M {k}"]]:
-  """Return the log scores and the tokens of the k best children of each of M nodes."""
   log_probs, tokens = lax.top_k(jax.nn.log_softmax(logits.astype(jnp.float32)), k)
   return scores[..., None] + log_probs, tokens

@@ -44,16 +44,9 @@ class HierarchicalDraft(Draft):
   state of `inner`).
 
   Attributes:
-    model: the approximation model, M_q.
-    inner: draft for the model. Its tree is a chain, and it may be hierarchical too. Its
+    inner: draft for the model, a chain that does not stop early; it may be hierarchical too. Its
       `DraftOptions.reread` is larger by 2: its first pass covers the tokens that M_q may not have
       processed, the first token from M_q, and the last token that `inner` itself proposed.
-    sampling: sampling method, which turns the model's logits into q.
-    tree: a chain.
-    options: see `DraftOptions`; without coupling.
-
-  Raises:
-    InputError: one of the trees is not a chain, or `inner` may stop early.
   """
 
   model: Model
@@ -135,10 +128,7 @@ class HierarchicalDraft(Draft):
 
 @dataclasses.dataclass(frozen=True)
 class _WithLimit(LogitsProcessor):
-  """Logits processor that passes the limit of the output to another logits processor.
-
-  This limit replaces that of the inner decoding loop, which is the end of the chain.
-  """
+  """Logits processor that replaces the limit of the inner loop, the end of the chain."""
 
   processor: LogitsProcessor
   limit: Any  # [B]
@@ -148,13 +138,7 @@ class _WithLimit(LogitsProcessor):
 
 
 class _RecordedLogits(NamedTuple):
-  """State of the inner draft, and the logits from which each new token was sampled.
-
-  Attributes:
-    inner: state of the inner draft.
-    first_length: number of committed tokens before the first round of the inner decoding loop.
-    logits: logits from which each token after the first `first_length` tokens was sampled.
-  """
+  """State of the inner draft, and the logits of each token after the first `first_length`."""
 
   inner: Any
   first_length: Int[Array, " B"]
@@ -162,8 +146,6 @@ class _RecordedLogits(NamedTuple):
 
 
 class _LogitsRecorder(WrappedDraft):
-  """A wrapped draft that records the logits from which the emitted tokens were sampled."""
-
   def propose(
     self, params: Any, state: _RecordedLogits, context: Context, rng: Key[Array, " B"]
   ) -> tuple[Proposal, _RecordedLogits]:

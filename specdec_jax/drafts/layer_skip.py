@@ -39,10 +39,6 @@ def layer_skip(target: Loaded, layers: Sequence[int]) -> DraftSpec:
   Args:
     target: a T5 or a decoder-only model of this project.
     layers: numbers of the decoder layers, from 0, in ascending order.
-
-  Raises:
-    InputError: `layers` is empty or not ascending, the target does not have these layers, or it is
-      neither a T5 nor a decoder-only model of this project.
   """
   target_config = decoder_of(target.model).config
   require_layers(layers, target_config.num_decoder_layers)
@@ -56,11 +52,7 @@ def layer_skip(target: Loaded, layers: Sequence[int]) -> DraftSpec:
 
 
 def decoder_of(target: Model) -> T5Model | GPTModel:
-  """Return a target without the wrapper of simulated acceptance.
-
-  Raises:
-    InputError: the target is neither a T5 nor a decoder-only model of this project.
-  """
+  """Return a T5 or decoder-only target without the wrapper of simulated acceptance."""
   model = unwrapped(target)
   if not isinstance(model, T5Model | GPTModel):
     raise InputError(f"{type(model).__name__} has no decoder layers to draft with.")
@@ -77,10 +69,7 @@ def require_layers(layers: Sequence[int], count: int) -> None:
 
 
 def of_layers(config: Config, params: Any, layers: Sequence[int]) -> tuple[Config, Any]:
-  """Return the configuration and the parameters of a model with only some of the decoder layers.
-
-  The parameters are not copied. Those of an encoder are left out.
-  """
+  """Return the config and the parameters, not copied, of only some of the decoder layers."""
   decoder = params["decoder"]
   selected = {f"layers_{i}": decoder[f"layers_{layer}"] for i, layer in enumerate(layers)}
   rest = {name: x for name, x in decoder.items() if not name.startswith("layers_")}
@@ -89,11 +78,7 @@ def of_layers(config: Config, params: Any, layers: Sequence[int]) -> tuple[Confi
 
 
 def text_cache(context: Context) -> Any:
-  """Return the target's cache, without the wrapper of simulated acceptance, to read the text in it.
-
-  Raises:
-    InputError: the cache does not hold the text in order, as in a beam search.
-  """
+  """Return the target's cache, unwrapped; InputError if it lacks the text, as in a beam search."""
   cache = unwrapped_cache(context.target_cache)
   if not cache.layers:
     raise InputError(
@@ -117,11 +102,8 @@ def cache_of_layers(cache: Any, layers: Sequence[int]) -> Any:
 class EachTokenLayout:
   """Layout of a block of all tokens of a text, each of which is the first token of a round.
 
-  The block follows the slots of a cache that already holds these tokens. Each token attends to the
-  slots of the tokens before it, and to itself in the block.
-
-  Attributes:
-    length: number of cached tokens before the text.
+  The block follows the slots of a cache that already holds these tokens, after `length` others.
+  Each token attends to the slots of the tokens before it, and to itself in the block.
   """
 
   length: Int[Array, " B"]
@@ -148,14 +130,8 @@ def logits_at_each_token(
   """Compute the logits of the first draft token in a round that begins at each token of a text.
 
   In decoding, the keys and values of committed tokens are those of the complete target, and only
-  those of the last committed token are computed by the draft.
-
-  Args:
-    model: model that consists of some layers of the target.
-    params: parameters of the model.
-    cache: cache of the target with only these layers. It holds all inputs, but its `length` does
-      not count them.
-    inputs: tokens of the text.
+  those of the last committed token are computed by the draft. `cache`, that of the target with only
+  these layers, holds all inputs, but its `length` does not count them.
   """
   batch, num_tokens = inputs.shape
   num_slots = cache.layers[0][0].shape[2]
@@ -171,10 +147,6 @@ class LayerSkipDraft(WrappedDraft):
   """A draft that samples tokens from some layers of the target and uses the target's cache.
 
   It has no state and does not process the prompt. Its parameters are those of `draft`.
-
-  Attributes:
-    draft: draft that samples from the model that consists of these layers.
-    layers: numbers of these layers in the target.
   """
 
   draft: ModelDraft

@@ -34,10 +34,7 @@ from specdec_jax.models.t5 import PAD_ID
 
 
 def lookahead(target: Loaded, window: int = 5, num_ngrams: int = 5) -> DraftSpec:
-  """Return lookahead decoding as a draft; see `LookaheadDraft`.
-
-  `DraftSpec.build` must be given a chain, whose gamma is the number of draft tokens per n-gram.
-  """
+  """Return lookahead decoding as a draft with n-grams of gamma draft tokens (`LookaheadDraft`)."""
 
   def build(sampling: Sampling, tree: AnyTree, options=DraftOptions()) -> LookaheadDraft:
     require_chain("lookahead decoding", tree)
@@ -50,8 +47,8 @@ class Lookahead(NamedTuple):
   """State of `LookaheadDraft`.
 
   Attributes:
-    window: trajectories, oldest pass first. Row l of column k predicts the token that is l + k
-      + 1 positions after the last committed one.
+    window: trajectories, oldest pass first. Row l of column k predicts the token that is l + k + 1
+      positions after the last committed one.
     pool: continuations of each token, latest first; missing continuations are PAD_ID.
   """
 
@@ -75,14 +72,10 @@ class LookaheadDraft(Draft):
   `num_ngrams` * `gamma` bytes per row: 2.6 MB for 32,128 tokens, 5 n-grams and gamma 4.
 
   Attributes:
-    vocab_size: size of the vocabulary, V.
     gamma: number of draft tokens per n-gram; they follow its first token.
     window: number of columns of the window.
     num_ngrams: number of n-grams that are stored per first token. Those that start with the last
       committed token are all proposed.
-
-  Raises:
-    InputError: gamma, window or num_ngrams is not a positive integer.
   """
 
   vocab_size: int
@@ -101,8 +94,7 @@ class LookaheadDraft(Draft):
   def _layout(self) -> tuple[Tree, list[int], list[int]]:
     """Tree of the draft tokens, the order of the tokens, and the last node of each column.
 
-    The order gives the index of each draft token in the sequence that consists of the tokens of all
-    chains and then the tokens of the window, row by row.
+    The order gives the index of each draft token in all chains and then the window, row by row.
     """
     width, first = self.window, self.num_ngrams * self.gamma
     cells = [(row, column) for row in range(self.gamma) for column in range(width)]

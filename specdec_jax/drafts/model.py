@@ -25,13 +25,8 @@ class ModelDraft(Draft):
   tree.
 
   Attributes:
-    model: the approximation model, M_q.
-    sampling: sampling method, which turns the model's logits into q; usually the target's.
-    tree: tree of the proposals; drafting takes one forward pass per level.
-    options: see `DraftOptions`.
-
-  Raises:
-    InputError: the tree has no draft tokens.
+    sampling: turns the model's logits into q; usually the target's.
+    tree: tree with at least one draft token; drafting takes one forward pass per level.
   """
 
   model: Model
@@ -65,10 +60,8 @@ class ModelDraft(Draft):
     """Return the cache, conditioned on hidden states of the target; by default, it is unchanged.
 
     Args:
-      params: parameters of the model.
-      cache: cache of the model.
-      hidden: for each token, hidden state of the target at the start of the round that processes
-        it (M is the number of tokens); or a single state for all tokens (M is 1).
+      hidden: for each token, hidden state of the target at the start of the round that processes it
+        (M is the number of tokens); or a single state for all tokens (M is 1).
       offsets: number of tokens from the start of the round to each token.
       slot: slot of the first token that will be processed.
     """
@@ -83,10 +76,7 @@ class ModelDraft(Draft):
   def start_round(
     self, params: Any, state: Any, context: Context
   ) -> tuple[Float[Array, "B V"], Any]:
-    """Run the model over the last committed tokens; return logits at the last one, and the cache.
-
-    The cache holds that token in slot `cache.length`.
-    """
+    """Return the logits at the last committed token, and the cache, with it in slot `length`."""
     logits, _, cache = extend_last_tokens(self.model, params, state, context, self.reread)
     return logits, cache
 
@@ -98,10 +88,7 @@ class ModelDraft(Draft):
     logits: Float[Array, "B V"],
     rng: Key[Array, " B"],
   ) -> tuple[Proposal, Any]:
-    """Propose tokens, given logits at the last committed token.
-
-    The cache holds that token in slot `cache.length`.
-    """
+    """Propose tokens, given logits at the last committed token, in slot `cache.length`."""
     if self.tree.is_chain:
       return self._propose_chain(params, cache, context, logits, rng)
 
@@ -119,7 +106,6 @@ class ModelDraft(Draft):
     logits: Float[Array, "B V"],
     rng: Key[Array, " B"],
   ) -> tuple[Proposal, Any]:
-    """Sample a chain, one token at a time."""
     gamma = self.tree.depth
     keys = depth_keys(self.options, context, rng, gamma)
     first, first_q, text = sample_next(self, keys[0], context, logits)
@@ -159,8 +145,7 @@ def sample_next(
 ) -> tuple[Int[Array, " B"], Float[Array, "B V"], Int[Array, "B T"]]:
   """Sample the token after the text of a context; return it, its q, and the extended text.
 
-  `draft` has `sampling` and `options`. Only logits processors need the extended text. Without them,
-  the text is returned without the token.
+  Without logits processors, which alone need it, the text is returned without the token.
   """
   processors, text = draft.options.processors, context.tokens
   if processors:
@@ -177,20 +162,11 @@ def draft_tree(
   context: Context,
   rng: Key[Array, " B"],
 ) -> tuple[Proposal, Any]:
-  """Sample a static tree, one level at a time.
+  """Sample a static tree, one level at a time; return the proposal and the last carry.
 
-  Args:
-    draft: draft with `tree`, `sampling` and `options`.
-    logits: logits at the last committed token.
-    extend_level: function that processes a level of the tree. It takes (carry, tokens [B, M],
-      parents, level from 1, tree) and returns (logits [B, M, V] after each token, new carry).
-      `parents` are indices into the level above. The last level is not processed.
-    carry: value that `extend_level` receives for level 1.
-    context: context of the round.
-    rng: one key per row.
-
-  Returns:
-    (proposal, last carry).
+  `extend_level` processes a level of the tree. It takes (carry, tokens [B, M], parents, level from
+  1, tree) and returns (logits [B, M, V] after each token, new carry). `parents` are indices into
+  the level above. The last level is not processed. `draft` has `tree`, `sampling` and `options`.
   """
   tree, options, above = draft.tree, draft.options, 0  # `above`: first node of the level above
   tokens, q = [context.tokens[:, :0]], []
@@ -220,16 +196,12 @@ def draft_tree(
 def extend_last_tokens(
   model: Model, params: Any, cache: Any, context: Context, count: int = 2
 ) -> tuple[Float[Array, "B V"], Float[Array, "B E"], Any]:
-  """Run a draft model over the last committed tokens.
+  """Run a draft model over the last `count` committed tokens.
 
-  After a round whose draft tokens were all accepted, the cache lacks the last of them. Therefore
-  the pass always covers `count` tokens, although the cache may already hold all but the last. In a
-  row with fewer than `count` tokens, the pass also covers unused slots after them, whose results
-  are not returned.
-
-  Returns:
-    (logits at the last committed token, hidden states at that token, cache). The length of the
-    cache is the number of tokens before that token.
+  The cache lacks the last draft token of a round if all were accepted. Therefore the pass always
+  covers `count` tokens, although the cache may already hold all but the last. In a row with fewer
+  tokens, it also covers unused slots after them, whose results are not returned. Return the logits
+  and hidden states at the last committed token, and the cache of the tokens before it.
   """
   length = context.length
   start = jnp.maximum(length - count, 0)

@@ -46,11 +46,7 @@ def _ngram(name: str, order: int, vocabulary: Vocabulary, path: str) -> DraftSpe
 class Ngrams(NamedTuple):
   """Unigram and bigram counts of a text.
 
-  Attributes:
-    unigrams: number of occurrences of each token.
-    successors: most frequent successors of each token, in descending order of frequency. Equally
-      frequent successors are in order of token id.
-    counts: number of occurrences of each successor after the token; 0 for missing successors.
+  `successors` are in descending order of frequency, then by token id; missing ones have count 0.
   """
 
   unigrams: Int[Array, " V"]
@@ -68,15 +64,9 @@ def fit_ngrams(
 
   Args:
     rows: token ids of each text, with EOS, without a start token and without padding.
-    vocab_size: size of the vocabulary, V.
     num_successors: number of successors to store for each token.
-    start_id: token before each text; it is the context of the first token. If it is the padding
-      token 0, no text may contain token 0. GPT-2 has a different start token, and its token 0 is an
-      ordinary token.
-
-  Raises:
-    InputError: an id is outside the vocabulary or is padding, or num_successors is not a positive
-      integer.
+    start_id: context of the first token of each text. If it is the padding token 0, no text may
+      contain token 0. GPT-2 has a different start token, and its token 0 is an ordinary token.
   """
   require_count("num_successors", num_successors)
   rows = list(rows)
@@ -124,16 +114,6 @@ class NgramDraft(Draft):
   smoothed. Exactness does not need q > 0, because tokens that the draft never proposes come from
   the residual. Smoothing would take probability from tokens that may be accepted. At temperature 0
   it would change nothing.
-
-  Attributes:
-    order: 1 or 2.
-    vocab_size: size of the vocabulary, V.
-    sampling: sampling method, which turns counts into q.
-    tree: a chain.
-
-  Raises:
-    InputError: order is neither 1 nor 2, the tree is not a chain, or (in `init`) the counts are for
-      a different vocabulary.
   """
 
   order: int
@@ -167,7 +147,6 @@ class NgramDraft(Draft):
     return Proposal(draft_tokens.swapaxes(0, 1), q.swapaxes(0, 1)), state
 
   def _weights(self, ngrams: Ngrams, last_token: Int[Array, " B"]) -> Float[Array, "B V"]:
-    """Return the counts from which the token after `last_token` is sampled."""
     shape = len(last_token), self.vocab_size
     unigrams = jnp.broadcast_to(ngrams.unigrams.astype(jnp.float32), shape)
     if self.order == 1:

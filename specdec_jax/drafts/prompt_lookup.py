@@ -54,17 +54,11 @@ class PromptLookupDraft(Draft):
   proposed if the last tokens of the prompt occur again.
 
   Attributes:
-    vocab_size: size of the vocabulary, V.
-    tree: a static tree.
     max_ngram: maximum number of tokens of a match.
     tokens_per_match: maximum number of draft tokens per token of the match, so that a longer match
       is continued for longer (SuffixDecoding; Oliaro et al., 2024); None for no limit.
     from_start: whether the first round proposes the first tokens of the prompt, for an
       encoder-decoder whose output resembles its source (aggressive decoding; Sun et al., 2021).
-
-  Raises:
-    InputError: the tree is dynamic, it has no draft tokens, or `max_ngram` or `tokens_per_match` is
-      not a positive integer.
   """
 
   vocab_size: int
@@ -87,10 +81,7 @@ class PromptLookupDraft(Draft):
     num_slots, length = tokens.shape[1], context.length[:, None]
 
     def match_length(text: Int[Array, "B T"]) -> Int[Array, "B T"]:
-      """Return the length of the longest suffix of the committed tokens that ends at each position.
-
-      It is at most `max_ngram`.
-      """
+      """Return the length, up to `max_ngram`, of the longest suffix that ends at each position."""
       count, is_match = jnp.zeros(text.shape, jnp.int32), True
       for n in range(self.max_ngram):
         earlier = jnp.pad(text, ((0, 0), (n, 0)), constant_values=-1)[:, : text.shape[1]]
@@ -131,11 +122,7 @@ class PromptLookupDraft(Draft):
 
 
 def _branch_of_draft_token(tree: Tree) -> np.ndarray:
-  """Return the branch of each draft token; -1 if it is on no branch.
-
-  A branch consists of a child of the last committed token and the path of first children below it.
-  Its number is the rank of that child among its siblings.
-  """
+  """Return the rank of the root's child whose first children lead to each draft token, or -1."""
   branches: list[int] = []
   for parent, rank in zip(tree.parents, tree.ranks.tolist()):
     branches.append(rank if parent == 0 else branches[parent - 1] if rank == 0 else -1)

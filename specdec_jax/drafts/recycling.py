@@ -1,10 +1,8 @@
-"""Draft recycling: rejected draft tokens are proposed again after the correction (SpecASR).
+"""Recycling: rejected draft tokens are proposed again after the correction (arXiv 2507.18181).
 
-A rejection discards the draft tokens after the rejected one. The source of an encoder-decoder
-determines most of the text, so these tokens are often right after the correction. They are proposed
-once more in the next round, as a second branch of its tree.
-
-Source: SpecASR (arXiv 2507.18181).
+In SpecASR, a rejection discards the draft tokens after the rejected one. The source of an
+encoder-decoder determines most of the text, so these tokens are often right after the correction.
+They are proposed once more in the next round, as a second branch of its tree.
 """
 
 import dataclasses
@@ -24,12 +22,7 @@ from specdec_jax.models.t5 import PAD_ID
 
 
 class RecyclingState(NamedTuple):
-  """State of a `RecyclingDraft`.
-
-  Attributes:
-    draft: state of the wrapped draft.
-    recycled: tokens of the last round's proposal to propose again; PAD_ID if there are none left.
-  """
+  """State of the wrapped draft, and the tokens of the last round to propose again, or PAD_ID."""
 
   draft: Any
   recycled: Int[Array, "B recycled"]
@@ -41,17 +34,11 @@ class RecyclingDraft(WrappedDraft):
 
   Its tree has two branches: the chain of the wrapped draft, and the recycled tokens (`realigned`).
   Recycled tokens are selected deterministically. Like the drafts of a `ForestDraft`, the wrapped
-  draft does not receive the outcome of verification.
+  draft does not receive the outcome of verification, so its `DraftOptions.reread` covers the tokens
+  that a round may commit.
 
   Attributes:
-    draft: wrapped draft, which proposes a chain. Its `DraftOptions.reread` covers the tokens that a
-      round may commit.
     num_recycled: maximum number of recycled tokens; at most gamma - 1 tokens follow a rejected one.
-    vocab_size: size of the vocabulary, V.
-
-  Raises:
-    InputError: the tree of the wrapped draft is not a chain, num_recycled is not an integer of at
-      least 0, or the wrapped draft cannot be joined (`require_joinable`).
   """
 
   num_recycled: int
@@ -98,17 +85,11 @@ def realigned(
   correction: Int[Array, " B"],
   count: int,
 ) -> Int[Array, "B count"]:
-  """Return the tokens of a chain that may follow the text after a round.
+  """Return up to `count` tokens of a chain that may follow the text after a round, then PAD_ID.
 
   The round emitted n tokens and then the correction, which replaces token n + 1 of the chain. If
   the correction occurs later in the chain, the tokens between them are taken to be superfluous, and
   the result starts after its first occurrence. Otherwise it starts with token n + 2.
-
-  Args:
-    chain_tokens: the chain x_1, ..., x_gamma.
-    num_accepted: n.
-    correction: the token after the accepted ones.
-    count: number of tokens to return, padded with PAD_ID.
   """
   gamma = chain_tokens.shape[1]
   is_correction = chain_tokens == correction[:, None]

@@ -3,7 +3,8 @@
 Parameters and states are tuples with one entry per draft, in order. The drafts do not receive the
 outcome of verification, because accepted tokens may come from a different draft. Instead, drafts
 with a cache process all tokens that the last round may have committed at the start of a round
-(`DraftOptions.reread`).
+(`DraftOptions.reread`). A `ForestDraft` and a `CascadeDraft` take no drafts that depend on outcomes
+or stop early.
 """
 
 import dataclasses
@@ -32,14 +33,6 @@ class ForestDraft(Draft):
   and the nodes are verified in the order of the drafts. `core.verify.merging.MergingVerifier`
   continues equal tokens of several drafts as one node. It would not be exact to leave out one of
   the nodes, or to verify them in random order (`tests/test_verifiers.py`).
-
-  Attributes:
-    drafts: one or more drafts; among siblings, the tokens of earlier drafts are verified first.
-    vocab_size: size of the vocabulary, V.
-
-  Raises:
-    InputError: there are no drafts, a tree is dynamic, or a draft cannot be joined
-      (`require_joinable`).
   """
 
   drafts: tuple[Draft, ...]
@@ -77,14 +70,6 @@ class CascadeDraft(Draft):
   Verification seldom reaches tokens far from the last committed one, so a cheaper draft suffices
   for them (the horizontal cascade of Chen et al., 2024). The tokens that are new to a draft include
   those of the drafts before it.
-
-  Attributes:
-    drafts: one or more drafts, whose trees are chains.
-    vocab_size: size of the vocabulary, V.
-
-  Raises:
-    InputError: there are no drafts, a tree is not a chain, or a draft cannot be joined
-      (`require_joinable`).
   """
 
   drafts: tuple[Draft, ...]
@@ -119,14 +104,7 @@ class FallbackDraft(Draft):
   """A draft that uses, in each row, the first of its drafts that proposes a token.
 
   A draft proposes nothing if its first token is PAD_ID. If all drafts propose nothing, the last one
-  is used.
-
-  Attributes:
-    drafts: drafts with equal static trees, in order of preference. They select their tokens
-      deterministically.
-
-  Raises:
-    InputError: there are no drafts, their trees differ, or (in `propose`) one of them samples.
+  is used. The drafts have equal static trees and select their tokens deterministically.
   """
 
   drafts: tuple[Draft, ...]
@@ -167,8 +145,7 @@ def concatenated(
 ) -> tuple[Int[Array, "B N"], Float[Array, "B N V"] | None]:
   """Concatenate the tokens and the q of all proposals.
 
-  The q is None if all tokens were selected deterministically. If only some proposals were selected
-  deterministically, the q of their tokens are one-hots.
+  q is None if all tokens are selected deterministically; if only some are, theirs are one-hots.
   """
   tokens = jnp.concatenate([proposal.tokens for proposal in proposals], axis=1)
   if all(proposal.q is None for proposal in proposals):
@@ -180,9 +157,7 @@ def concatenated(
 def joined_at_root(trees: Sequence[Tree]) -> tuple[Tree, list[int]]:
   """Join several trees at their roots.
 
-  Returns:
-    The joined tree, and the index of each of its draft tokens in the concatenated draft tokens of
-    the given trees.
+  Also return the index of each draft token in the concatenated draft tokens of the given trees.
   """
   paths, first = [], 0
   for tree in trees:

@@ -29,12 +29,8 @@ class StoppingDraft(WrappedDraft):
   It proposes at least one token. A token that is not proposed is -1, and its q is 0.
 
   Attributes:
-    draft: draft of the model; its gamma is the maximum number of tokens.
     threshold: lowest product of probabilities at which the draft continues (see the module
       docstring), in [0, 1]; with threshold 0 all tokens are proposed.
-
-  Raises:
-    InputError: the tree is not a chain, or the threshold is outside [0, 1].
   """
 
   draft: ModelDraft
@@ -93,13 +89,7 @@ class StoppingDraft(WrappedDraft):
 
 
 class AdaptiveState(NamedTuple):
-  """State of an `AdaptiveStoppingDraft`.
-
-  Attributes:
-    inner: state of the wrapped draft.
-    threshold: current threshold of each row.
-    rate: recent acceptance rate of each row.
-  """
+  """State of the draft, and the current threshold and recent acceptance rate of each row."""
 
   inner: Any
   threshold: Float[Array, " B"]
@@ -118,9 +108,6 @@ class AdaptiveStoppingDraft(StoppingDraft):
     goal: acceptance rate to keep, in [0, 1].
     step: change of the threshold per round, in [0, 1].
     memory: weight of the earlier rounds in the moving average, in [0, 1].
-
-  Raises:
-    InputError: the tree is not a chain, or a number is outside [0, 1].
   """
 
   goal: float = 0.7
@@ -158,16 +145,10 @@ class AdaptiveStoppingDraft(StoppingDraft):
 class StopAtMissDraft(WrappedDraft):
   """A draft that proposes a chain, which ends before the first PAD_ID of the wrapped draft.
 
-  The wrapped draft, such as prompt lookup, proposes PAD_ID where it has no token. So gamma can be
-  large enough to copy a match to its end, while a round in which no row has a match costs only one
-  autoregressive step. The target forward pass is compiled for
-  chains of 0, 1, 2, 4, ... and gamma draft tokens.
-
-  Attributes:
-    draft: wrapped draft, which selects its tokens deterministically.
-
-  Raises:
-    InputError: the tree is not a chain; or (in `propose`) the draft samples.
+  The wrapped draft, such as prompt lookup, proposes PAD_ID where it has no token, and must not
+  sample. So gamma can be large enough to copy a match to its end, while a round in which no row has
+  a match costs only one autoregressive step. The target forward pass is compiled for chains of 0,
+  1, 2, 4, ... and gamma draft tokens.
   """
 
   def __post_init__(self):

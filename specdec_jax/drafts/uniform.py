@@ -25,12 +25,7 @@ def uniform(target: Loaded) -> DraftSpec:
 
 @dataclasses.dataclass(frozen=True)
 class UniformDraft(Draft):
-  """A draft that samples each token uniformly and independently, at any temperature.
-
-  Attributes:
-    vocab_size: size of the vocabulary, V.
-    tree: a static tree.
-  """
+  """A draft that samples each token of a static tree uniformly, at any temperature."""
 
   vocab_size: int
   tree: AnyTree

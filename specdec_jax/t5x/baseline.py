@@ -42,13 +42,10 @@ def t5x_decode(
 
   Args:
     config: configuration of the target, without `fused`.
-    params: parameters of the target.
-    prompt: padded prompts.
     rng: one key per row; only the first key is used.
     max_new_tokens: maximum number of tokens of each row, including EOS.
-    sampling: sampling method, of which only temperature, top_k and top_p apply.
+    sampling: only temperature, top_k and top_p apply.
     eos_id: token that ends a text; -1 if none does.
-    beams: number of beams; None to sample.
   """
   decode_fn = decoding.beam_search if beams else decoding.temperature_sample
   model = models.EncoderDecoderModel(t5x_network(config), None, None, None, decode_fn=decode_fn)
@@ -80,16 +77,9 @@ def t5x_decode(
 def t5x_baseline(pair: Pair) -> Baseline:
   """Return the baseline that decodes a pair's target with t5x, for `speedup.speedup.baseline`.
 
-  The target is loaded again, because t5x needs parameters that are not fused. A target with random
-  weights gets other random weights. If its acceptance is simulated, no text of the pair or of the
-  baseline ends before its limit.
-
-  Args:
-    pair: pair whose speed is measured, on one device.
-
-  Raises:
-    InputError: the target has no checkpoint and no random weights, it is not a T5, or it is
-      sharded.
+  The target, which must be a T5 on one device, is loaded again, because t5x needs parameters that
+  are not fused. A target with random weights gets other random weights. If its acceptance is
+  simulated, no text of the pair or of the baseline ends before its limit.
   """
   devices = {x.sharding for x in jax.tree.leaves(pair.target.params)}
   if any(len(d.device_set) > 1 for d in devices):

@@ -27,13 +27,6 @@ class PairCheckpointer:
     The shapes in both checkpoints are checked, because Orbax would silently truncate and pad arrays
     of a different shape. With `state_transformation_fns`, those of the target are not checked,
     because its checkpoint may then have a different structure.
-
-    Args:
-      path: checkpoint of the target.
-      **kwargs: t5x's arguments for the checkpoint of the target.
-
-    Raises:
-      InputError: a checkpoint does not exist, or its names or shapes differ from its network's.
     """
     params, draft_params = core.pop(self._train_state.params, DRAFT)
     axes, draft_axes = core.pop(self._train_state.params_axes, DRAFT)

@@ -122,8 +122,8 @@ class Decoding:
 class _Draft(ModelDraft):
   """A draft whose q is sharded by t5x's rules for the draft's axes; by default only by batch.
 
-  Without the constraint, q would be sharded by vocabulary like the target's logits, and devices
-  would communicate in every draft step. Outside of t5x's partitioner, the constraint has no effect.
+  Otherwise q would be sharded by vocabulary like the target's logits, and devices would communicate
+  in every draft step.
   """
 
   def propose(
@@ -156,16 +156,8 @@ class SpeculativeModel(models.EncoderDecoderModel):
     """Create a model from the arguments of `EncoderDecoderModel` and a draft.
 
     Args:
-      module: network of the target, from t5x.examples.t5.
-      input_vocabulary: vocabulary of the sources.
-      output_vocabulary: vocabulary of the outputs.
-      optimizer_def: t5x's optimizer, used for training only.
-      draft_module: network of the draft, from t5x.examples.t5.
-      decoding: settings of decoding.
+      draft_module: network of the draft; like `module`, from t5x.examples.t5.
       **kwargs: optional arguments of `EncoderDecoderModel`, except `decode_fn`.
-
-    Raises:
-      InputError: a network is not supported, or the networks have different vocabularies.
     """
     if "decode_fn" in kwargs:
       raise InputError("decode_fn has no effect here; set t5x.Decoding, which has beam_search.")
@@ -222,9 +214,8 @@ class SpeculativeModel(models.EncoderDecoderModel):
       rng: key of the batch; alternatively, `decoder_params` has it as 'decode_rng'.
       decoder_params: settings of this call only: eos_id, and attributes of `Decoding`.
       return_all_decodes: whether to return A outputs per example, in order of increasing score,
-        instead of only the best output. The default is that of `default_decoder_params`.
-      num_decodes: A, the number of outputs that are decoded per example. The default is that of
-        `default_decoder_params`.
+        instead of only the best output. The default is that of `default_decoder_params`, as for A.
+      num_decodes: A, the number of outputs that are decoded per example.
       prompt_with_targets: whether outputs begin with the decoder_input_tokens after the start
         token, up to the first EOS or padding. As in t5x, a beam search ignores it.
 
@@ -232,10 +223,6 @@ class SpeculativeModel(models.EncoderDecoderModel):
       Tokens [B, T], or [B, A, T] with `return_all_decodes`, and a dict of arrays with the same
       leading axes: 'scores', as in `temperature_sample`, and 'rounds', the result of
       `count_rounds`.
-
-    Raises:
-      InputError: a parameter is unknown, or has a value that is not supported; two keys are given;
-        or `params` lacks the draft.
     """
     defaults = self._default_decoder_params
     num_decodes = defaults.num_decodes if num_decodes is None else num_decodes
@@ -301,10 +288,7 @@ class SpeculativeModel(models.EncoderDecoderModel):
     length: int,
     prompt: Int[Array, "B T"] | None,
   ) -> tuple[Int[Array, "B T"], Float[Array, " B"], dict[str, Any]]:
-    """Return outputs of `length` tokens, of which `steps` are new, their scores and counts.
-
-    A row of `prompt` has the first tokens of an output, and then zeros.
-    """
+    """Return outputs of `length` tokens, of which `steps` are new, their scores and counts."""
     num_rows = len(keys)
     verifier = settings.built_verifier
     processors: Processors = ()
@@ -381,9 +365,6 @@ class SamplingCallback(LogitsProcessor):
   The function receives logits [B * K, V] and a `SamplingLoopState`, both with one row per node of
   the block. Only `cur_index`, `cur_token` and `sequences` up to `cur_index` have the values that
   they have in t5x, so the function must not use the other fields.
-
-  Attributes:
-    function: function of (logits, state) that returns logits.
   """
 
   function: Callable[..., Array]
@@ -407,10 +388,6 @@ class SamplingCallback(LogitsProcessor):
 
 
 def _best_last(result: BeamResult, return_all: bool) -> tuple[Array, dict[str, Any]]:
-  """Return the result of a beam search in the form of `predict_batch_with_aux`.
-
-  With `return_all`, it has all texts, the best one last; otherwise only the best text.
-  """
   tokens, scores = jnp.flip(result.tokens, axis=1), jnp.flip(result.scores, axis=1)
   counts = count_steps(result)
   if not return_all:
@@ -423,10 +400,7 @@ def _best_last(result: BeamResult, return_all: bool) -> tuple[Array, dict[str, A
 def count_steps(result: BeamResult) -> dict[str, Int[Array, " B"]]:
   """Return counts for each row of a beam search.
 
-  Returns:
-    num_steps: number of steps of the search.
-    num_rounds: number of target forward passes that made these steps.
-    not_finite: see `BeamResult`; -1 if no step failed.
+  `num_rounds` is the number of target forward passes. `not_finite` is that of `BeamResult`.
   """
   return {
     "num_steps": result.steps.sum(axis=0),
@@ -438,13 +412,9 @@ def count_steps(result: BeamResult) -> dict[str, Int[Array, " B"]]:
 def count_rounds(decoded: DecodeResult) -> dict[str, Int[AnyArray, " B"]]:
   """Return counts for each decoded row.
 
-  Returns:
-    num_tokens: number of new tokens, EOS included.
-    num_rounds: number of target forward passes that emitted these tokens.
-    num_accepted: number of accepted draft tokens, as in `Rounds.acceptance_counts`.
-    num_rejected: number of rejected draft tokens. num_accepted / (num_accepted + num_rejected) is
-      the acceptance rate.
-    not_finite: see `DecodeResult`; -1 if all tokens could be decoded.
+  `num_tokens` includes EOS. `num_rounds` is the number of target forward passes that emitted
+  tokens. num_accepted / (num_accepted + num_rejected) is the acceptance rate
+  (`Rounds.acceptance_counts`). `not_finite` is that of `DecodeResult`.
   """
   accepted, rejected = decoded.rounds.acceptance_counts()
   return {

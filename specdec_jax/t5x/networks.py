@@ -14,11 +14,7 @@ from specdec_jax.models.config import T5Config
 
 
 def same_config(module: nn.Module) -> T5Config:
-  """Return the config with which `T5Model` takes the parameters of a t5x network unchanged.
-
-  Raises:
-    InputError: the network is not one of t5x.examples.t5, or `T5Model` lacks one of its options.
-  """
+  """Return the config with which `T5Model` takes the parameters of a t5x network unchanged."""
   if not isinstance(module, network.Transformer):
     raise InputError(
       f"The network is a {type(module).__module__}.{type(module).__name__}; speculative decoding "
@@ -70,15 +66,10 @@ def t5x_network(config: T5Config) -> network.Transformer:
 
 
 def extra_ids(module: nn.Module, vocabulary: str) -> int:
-  """Return the number of sentinels to add to a SentencePiece model.
+  """Return the number of sentinels to add to the SentencePiece model at the path `vocabulary`.
 
   It is 100, as in T5, if the SentencePiece model has no sentinels and the embedding table of the
-  network has exactly the rows that the pieces and 100 sentinels need, with or without padding
-  (`count_extra_ids`). Otherwise it is 0.
-
-  Args:
-    module: the target's network, whose `config.vocab_size` is the number of rows of its table.
-    vocabulary: path of the SentencePiece model.
+  network has exactly the rows for the pieces and 100 sentinels, padded or not. Otherwise it is 0.
   """
   tokenizer = seqio.SentencePieceVocabulary(vocabulary).tokenizer
   pieces = [tokenizer.id_to_piece(i) for i in range(tokenizer.get_piece_size())]

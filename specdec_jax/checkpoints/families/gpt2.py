@@ -40,8 +40,7 @@ def names(config: GPTConfig) -> dict[str, str]:
 def config(path: str, fields: Mapping[str, Any]) -> GPTConfig:
   """Return the config of the model that the fields of config.json describe.
 
-  The field `reorder_and_upcast_attn` is ignored. It changes the order of operations, to avoid
-  overflow in float16, but not the result.
+  `reorder_and_upcast_attn` is ignored: it avoids overflow in float16, but the result is the same.
   """
   require_known(
     path,
@@ -74,9 +73,9 @@ def convert(
 ) -> tuple[GPTConfig, dict[str, Leaf]]:
   """Return the config and the leaves.
 
-  The file has one matrix for queries, keys and values, which is split into three. Attention in this
-  package does not scale logits. Instead, the matrix and bias of the queries are divided by the
-  divisor that the config specifies (by default, sqrt(head_dim)).
+  The matrix for queries, keys and values is split into three. Attention in this package does not
+  scale logits. Instead, the matrix and bias of the queries are divided by the divisor that the
+  config specifies (by default, sqrt(head_dim)).
   """
   leaves = {name: Leaf(array) for name, array in arrays.items()}
   scale = config.head_dim**0.5 if fields.get("scale_attn_weights", True) else 1.0

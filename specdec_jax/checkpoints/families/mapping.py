@@ -11,8 +11,7 @@ _ATTENTION = {"q": "query", "k": "key", "v": "value"}
 def expand(modules: Mapping[str, str], num_layers: int = 1) -> dict[str, str]:
   """Return our name for the name of each parameter in transformers, given names of modules.
 
-  A weight is the scale of a norm, and the kernel of any other module. `{}` in names is the number
-  of a layer.
+  A weight is the scale of a norm, and the kernel of any other module. `{}` is a layer's number.
   """
   names = {}
   for i in range(num_layers):
@@ -30,13 +29,7 @@ def attention(theirs: str, ours: str, suffix: str = "", out: str = "o") -> dict[
 
 
 def require_known(path: str, fields: Mapping[str, Any], **known: tuple) -> None:
-  """Raise InputError unless each field has one of its supported values.
-
-  Args:
-    path: path of the model, for messages.
-    fields: fields of the config.
-    **known: supported values of each field. The first one is the default of a missing field.
-  """
+  """Raise InputError unless each field has a supported value; the first one is the default."""
   for field, values in known.items():
     if fields.get(field, values[0]) not in values:
       raise InputError(

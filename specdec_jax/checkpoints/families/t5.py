@@ -73,8 +73,8 @@ def _with_defaults(fields: Mapping[str, Any]) -> dict[str, Any]:
 
   T5 1.0 scales the decoder's hidden states before it multiplies them by the embedding table. In
   transformers 4 the field `tie_word_embeddings` says whether hidden states are scaled. In
-  transformers 5 the field `scale_decoder_outputs` says whether they are, and `tie_word_embeddings`
-  is always true; mT5 does not scale them.
+  transformers 5 the field `scale_decoder_outputs` says so, and `tie_word_embeddings` is always
+  true; mT5 does not scale them.
   """
   is_mt5 = fields["model_type"] == "mt5"
   proj = "relu" if fields["model_type"] == "t5" else "gated-gelu"
@@ -134,10 +134,7 @@ def fields_of(config: T5Config) -> dict[str, Any]:
 def convert(
   config: T5Config, fields: Mapping[str, Any], arrays: Mapping[str, Any]
 ) -> tuple[T5Config, dict[str, Leaf]]:
-  """Return the config and the leaves.
-
-  Logits are computed with `lm_head.weight` if the file contains it, otherwise with the table.
-  """
+  """Return the config and the leaves; logits use `lm_head.weight` if there is one, or the table."""
   leaves = {name: Leaf(array) for name, array in arrays.items()}
   if LOGITS in leaves and config.tied_logits:
     if TABLE in arrays and np.array_equal(arrays[LOGITS].T, arrays[TABLE]):

@@ -92,7 +92,6 @@ def config(path: str, fields: Mapping[str, Any]) -> T5Config:
 
 
 def _stack(path: str, fields: Mapping[str, Any], stack: str) -> dict[str, Any]:
-  """Return the fields of the encoder or of the decoder."""
   given = fields[stack]
   rope = given.get("rope_parameters") or {}
   of_stack = {**_DEFAULTS, **{k: x for k, x in rope.items() if k == "rope_theta"}, **given}

@@ -59,14 +59,12 @@ def new_head(target: TransformerConfig, kind: str = "parallel", **settings: Any)
   """Return a draft head for a target.
 
   Args:
-    target: configuration of the target.
     kind: name of the head in `HEADS`.
     settings: fields of the head. A setting that is None, or that only other kinds have, is left
       out, so that one gin file serves all kinds.
 
   Raises:
     InputError: there is no head of this kind, or the head does not fit the target.
-    TypeError: no kind has such a setting.
   """
   if kind not in HEADS:
     raise InputError(f"kind is {kind!r}; it must be one of {', '.join(map(repr, HEADS))}.")

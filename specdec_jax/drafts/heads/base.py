@@ -1,11 +1,10 @@
-"""Contract of learned draft heads: small modules trained for one target.
+"""Contract of learned draft heads: small modules trained for one target, which is usually frozen.
 
-Most heads reuse results of the target, such as its hidden states or the encoded source. A head is
-trained for one target, usually with the target frozen, and drafts only for that target. A new kind
+Most heads reuse results of the target, such as its hidden states or the encoded source. A new kind
 of head needs one file here with a subclass of `DraftHead`, and one entry in `drafts.heads.HEADS`.
 
-Axis letters are those of `core.types`, and A is the number of anchors per text. Anchors are the
-positions of a training text from which the head drafts.
+Axis letters are those of `core.types`. A is the number of anchors per text: the positions of a
+training text from which the head drafts.
 """
 
 import abc
@@ -37,12 +36,11 @@ class TargetOutputs(NamedTuple):
   """Outputs of the teacher-forced target for a batch of texts.
 
   Attributes:
-    inputs: input tokens: for each token of the text, the token before it.
+    inputs: for each token of the text, the token before it.
     hidden: hidden state from which the target predicted each input; 0 for the first input.
     cache: cache of the target. It holds the source or the prompt, and all inputs. Its `length` does
       not count the inputs.
     rng: key for the random choices of training, such as the anchors; None for fixed anchors.
-    source: source tokens and padding.
     targets: tokens of the text, padded with -1.
     progress: fraction of all training steps that are completed.
   """
@@ -69,12 +67,8 @@ class DraftHead(TransformerConfig, abc.ABC):
   are those of the head's own layers, if it has any; attention heads are of the target's size.
 
   Attributes:
-    kind: name of the head in `drafts.heads.HEADS`.
     state_dim: width of the target's hidden states, E.
-    has_encoder: whether the target has an encoder.
-    needs_encoder: whether the head works only with a target that has an encoder.
-    uses_cross_attention: whether the head attends to the source through the target's
-      cross-attention keys and values, if the target has an encoder.
+    uses_cross_attention: whether the head attends to the target's cross-attention keys and values.
   """
 
   embedding_std: ClassVar[float] = 1.0
@@ -91,10 +85,7 @@ class DraftHead(TransformerConfig, abc.ABC):
 
   @property
   def feature_layers(self) -> tuple[int, ...]:
-    """Layers of the target whose outputs the head reads as hidden states.
-
-    By default there are none, and the hidden states are those after the target's final norm.
-    """
+    """Layers of the target whose outputs the head reads; () for those after the final norm."""
     return ()
 
   @property
@@ -116,37 +107,27 @@ class DraftHead(TransformerConfig, abc.ABC):
   def draft(
     self, target: Config, sampling: Sampling, tree: AnyTree, options: DraftOptions
   ) -> Draft:
-    """Return the draft that proposes with this head for a target.
-
-    Raises:
-      InputError: the head cannot propose `tree`.
-    """
+    """Return the draft that proposes with this head; InputError if it cannot propose `tree`."""
 
   def draft_params(self, target: Config, params: Any, target_params: Any) -> Any:
-    """Return the parameters of the draft; by default, they are the parameters of the head."""
+    """Return the parameters of the draft; by default those of the head."""
     return params
 
   @abc.abstractmethod
   def training_logits(self, target: Config, stride: int) -> DraftLogits:
     """Return the function that computes teacher-forced logits for the training loss.
 
-    Args:
-      target: configuration of the target.
-      stride: distance between anchors, in tokens. Heads that learn one draft token after each token
-        of the text ignore it.
+    `stride` is the distance between anchors in tokens; heads with an anchor per token ignore it.
     """
 
   def feature_loss(
     self, params: Any, outputs: TargetOutputs, is_token: Bool[Array, "B T"]
   ) -> Float[Array, ""] | float:
-    """Return the loss of hidden states that the head predicts; by default there are none.
-
-    It is added to the divergence between the distributions. `is_token` is False at padding.
-    """
+    """Return the loss of predicted hidden states, added to the divergence; 0 by default."""
     return 0.0
 
   def require_target(self, target: TransformerConfig) -> None:
-    """Raise InputError if the target lacks the encoder, the shape or layers that the head needs."""
+    """Raise InputError if the target lacks the encoder, shape or layers that the head needs."""
     if self.needs_encoder and not target.has_encoder:
       raise InputError(
         f"A draft of kind {self.kind!r} needs a source, and this target has no encoder."
@@ -170,13 +151,13 @@ class DraftHead(TransformerConfig, abc.ABC):
     return require_static(f"a draft of kind {self.kind!r}", tree)
 
   def example_source(self) -> tuple[KeysValues, Array]:
-    """Return zeros as keys, values and bias of one source token, to initialize parameters with."""
+    """Return zeros as keys, values and bias of one source token."""
     keys = jnp.zeros((1, self.kv_heads, 1, self.head_dim))
     return (keys, keys), jnp.zeros((1, 1, 1, 1))
 
 
 def require_depth(gamma: int, depth: int) -> None:
-  """Raise InputError if a head has been trained for fewer consecutive draft tokens than `depth`."""
+  """Raise InputError if `depth` exceeds the number of consecutive draft tokens of a head."""
   if depth > gamma:
     raise InputError(
       f"gamma is {depth}, but this draft makes up to {gamma} draft tokens in a row; lower gamma."
@@ -199,10 +180,10 @@ def gather_positions(
 def round_positions(
   inputs: Int[Array, "B T"], rng: Key[Array, ""] | None, stride: int, gamma: int
 ) -> Int[Array, "B A N"]:
-  """Return the positions of gamma draft tokens after each anchor, starting with that of the anchor.
+  """Return the positions of gamma draft tokens after each anchor, starting with the anchor's own.
 
-  Every `stride`-th token is an anchor. The first anchor is a random one of the first `stride`
-  tokens; if `rng` is None, it is the first token.
+  Every `stride`-th token is an anchor. The first is a random one of the first `stride` tokens; if
+  `rng` is None, it is the first token.
   """
   batch, length = inputs.shape
   offset = 0 if rng is None else jax.random.randint(rng, (), 0, stride)

@@ -1,20 +1,18 @@
 """Non-autoregressive draft with its own encoder (Spec-Drafter; Xia et al., 2023).
 
 The head is a small T5. In each round, one pass of its decoder covers the tokens that the last round
-committed, and then gamma placeholders, one for each position after the text. A placeholder is a
-learned embedding, and its logits are those of the token at its position. The placeholders attend to
-the committed text, to the source and to each other, in both directions. Given the text, the draft
-tokens are independent of each other. Committed tokens attend only to earlier tokens, so their keys
-and values are cached.
+committed, and then gamma placeholders: learned embeddings, one for each position after the text,
+whose logits are those of the token at that position. The placeholders attend to the committed text,
+to the source and to each other, in both directions. Given the text, the draft tokens are
+independent of each other. Committed tokens attend only to earlier tokens, so their keys and values
+are cached.
 
-Training uses glancing targets (GLAT; Qian et al., 2021). The head first predicts the tokens of all
-placeholders. Then the embeddings of some target tokens are added to their placeholders, and the
-head learns to predict the tokens of the other placeholders. More target tokens are shown where the
-first prediction has more errors.
+Training uses glancing targets (GLAT; Qian et al., 2021). After a first prediction, the embeddings
+of some target tokens, more if there are more errors, are added to their placeholders, and the head
+learns to predict the tokens of the other placeholders.
 
 Axis letters are those of `core.types`, except that T counts target tokens in training and N counts
-placeholders per anchor (gamma). A is the number of anchors per text, and d is the width of the
-head.
+placeholders per anchor (gamma). A is the number of anchors per text, and d the width of the head.
 """
 
 import dataclasses
@@ -52,12 +50,7 @@ class PlaceholdersLayout:
   """Layout of a block that holds tokens of the text, and then the placeholders of some rounds.
 
   A token attends to the tokens up to itself. A placeholder attends to the tokens up to the anchor
-  of its round, and to all placeholders of its round.
-
-  Attributes:
-    num_tokens: number of tokens in the block.
-    anchors: position of the last committed token of each round.
-    gamma: number of placeholders per round.
+  of its round, the last committed token, and to all placeholders of its round.
   """
 
   num_tokens: int
@@ -86,11 +79,7 @@ class PlaceholdersLayout:
 
 
 class DrafterT5(T5):
-  """T5 whose decoder predicts the tokens of gamma placeholders after the text.
-
-  Attributes:
-    gamma: number of placeholders per round.
-  """
+  """T5 whose decoder predicts the tokens of gamma placeholders after the text."""
 
   gamma: int = 1
 
@@ -106,13 +95,9 @@ class DrafterT5(T5):
     anchors: Int[Array, "B A"],
     shown: Int[Array, "B A N"] | None = None,
   ) -> Float[Array, "B A N V"]:
-    """Return the logits of the placeholders of rounds that start at the anchors.
+    """Return the logits of the placeholders of rounds whose last committed tokens are at `anchors`.
 
-    Args:
-      source: source tokens.
-      inputs: tokens of the text.
-      anchors: position of the last committed token of each round.
-      shown: token whose embedding is added to each placeholder; -1 for none.
+    `shown` are tokens whose embeddings are added to the placeholders; -1 for none.
     """
     cross, cross_bias = self.encode(source)
     empty = T5Cache(jnp.zeros(len(inputs), jnp.int32), (), cross, cross_bias)
@@ -124,12 +109,7 @@ class DrafterT5(T5):
   ) -> tuple[Float[Array, "B D V"], T5Cache]:
     """Return the logits of the next `depth` tokens, and the cache with the given tokens.
 
-    Args:
-      cache: cache of the head.
-      tokens: tokens from position `cache.length` on, which include the last committed one. Those
-        past the end of the text are ignored.
-      length: number of committed tokens.
-      depth: number of placeholders whose logits are returned.
+    `tokens` start at position `cache.length`; those from position `length` on are ignored.
     """
     hidden, layers = self._run(cache, tokens, length[:, None] - 1)
     return self.logits(hidden[:, :depth]), cache.replace(layers=layers)
@@ -205,14 +185,7 @@ class DrafterDraft(LevelwiseDraft):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DrafterHead(DraftHead):
-  """Learned draft head of Spec-Drafter, a T5 with placeholders.
-
-  It may have another number of attention heads than the target.
-
-  Attributes:
-    gamma: number of placeholders, and of consecutive draft tokens that the head is trained for.
-    num_encoder_layers: number of encoder layers.
-  """
+  """Learned draft head of Spec-Drafter, a T5 with gamma placeholders."""
 
   kind: str = "drafter"
   gamma: int = 8
@@ -236,8 +209,7 @@ class DrafterHead(DraftHead):
   def training_logits(self, target: Config, stride: int) -> DraftLogits:
     """Return the function that computes the logits of the placeholders of each anchor.
 
-    In training, some target tokens are shown. The positions of these tokens are set past the end of
-    the text, so that they are not part of the loss.
+    Shown target tokens get positions past the end of the text, so they are not part of the loss.
     """
     module = self.module
 
@@ -269,15 +241,7 @@ def tokens_to_show(
   is_token: Bool[Array, "B A N"],
   ratio: Float[Array, ""] | float,
 ) -> Bool[Array, "B A N"]:
-  """Select at random the target tokens that are shown to the head.
-
-  Args:
-    rng: random key.
-    is_wrong: whether the predicted token differs from the target token.
-    is_token: whether the target token is inside the text.
-    ratio: number of shown tokens of each anchor, relative to its number of wrong predictions. The
-      product is rounded.
-  """
+  """Select tokens at random, `ratio` times the number of wrong predictions per anchor, rounded."""
   count = jnp.round(ratio * (is_wrong & is_token).sum(axis=-1, keepdims=True))
   order = jnp.where(is_token, jax.random.uniform(rng, is_token.shape), 1.0).argsort(axis=-1)
   return order.argsort(axis=-1) < count

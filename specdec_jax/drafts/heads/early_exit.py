@@ -1,7 +1,6 @@
 """Early exit: some layers of the target, its final norm, and a trained residual block.
 
-The layers are the first ones, or a chosen set. The target's output projection turns the output of
-the block into logits.
+The target's output projection turns the output of the block into logits.
 """
 
 import dataclasses
@@ -37,14 +36,9 @@ from specdec_jax.models.t5 import T5Model
 
 @dataclasses.dataclass(frozen=True)
 class EarlyExitModel(WrappedModel):
-  """Model that consists of some layers of a target, followed by a draft head.
+  """Some layers of a target, followed by a draft head.
 
-  `drafts.layer_skip.LayerSkipDraft` drafts with it. Its parameters are (parameters of the head,
-  parameters of the layers); `drafts.layer_skip.of_layers` returns the parameters of the layers.
-
-  Attributes:
-    model: these layers of the target.
-    head: the draft head.
+  Its parameters are (parameters of the head, parameters of the layers as from `of_layers`).
   """
 
   model: T5Model | GPTModel
@@ -72,11 +66,7 @@ class EarlyExitModel(WrappedModel):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class EarlyExitHead(DraftHead):
-  """Learned draft head after some layers of the target.
-
-  Attributes:
-    layers: numbers of the decoder layers of the target before the head, in ascending order.
-  """
+  """Learned draft head after some decoder layers of the target, in ascending order."""
 
   kind: str = "early_exit"
   layers: tuple[int, ...] = (0,)

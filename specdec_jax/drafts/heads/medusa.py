@@ -27,7 +27,7 @@ class MedusaModule(StatelessModule):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class MedusaHead(StatelessHead):
-  """Learned draft heads of Medusa."""
+  """Draft heads of Medusa."""
 
   kind: str = "heads"
   module_class = MedusaModule

@@ -48,11 +48,7 @@ class ParallelModule(StatelessModule):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ParallelHead(StatelessHead):
-  """Learned draft head that computes all logits in one pass and corrects them.
-
-  Attributes:
-    rank: rank of the correction of the logits.
-  """
+  """Learned draft head; `rank` is the rank of its correction of the logits."""
 
   kind: str = "parallel"
   rank: int = 64

@@ -33,18 +33,8 @@ from specdec_jax.models.families import Config, model_of, module_of
 class PaSSDraft(Draft):
   """A draft that samples all tokens of a chain from the logits of one forward pass.
 
-  Parameters are (parameters of the head, parameters of the target).
-
-  Attributes:
-    head: the draft head.
-    target: configuration of the target.
-    sampling: sampling method, which turns logits into q.
-    tree: a chain.
-    options: see `DraftOptions`. Without logits processors, the draft tokens are independent of each
-      other.
-
-  Raises:
-    InputError: the tree is not a chain, or there are too few embeddings for its depth.
+  Parameters are (parameters of the head, parameters of the target). Without logits processors, the
+  draft tokens are independent of each other.
   """
 
   head: "PassHead"
@@ -79,11 +69,7 @@ class PaSSDraft(Draft):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PassHead(DraftHead):
-  """Learned draft head of PaSS: gamma - 1 look-ahead embeddings of width E.
-
-  Attributes:
-    gamma: maximum number of draft tokens, of which the first is the target's.
-  """
+  """Learned draft head of PaSS: gamma - 1 look-ahead embeddings of width E."""
 
   kind: str = "pass"
   gamma: int = 8

@@ -53,14 +53,12 @@ from specdec_jax.models.t5 import T5, T5Cache, T5Model
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SharedEncoderHead(DraftHead):
-  """Learned draft head with a decoder that uses the target's encoder; see the module docstring.
+  """Decoder that uses the target's encoder; see the module docstring.
 
   Attributes:
-    layers: numbers of decoder layers of the target, in ascending order, whose outputs, one after
-      the other, are the hidden states (EAGLE-3; Li et al., 2025). By default they are the states
-      after the final norm.
-    offsets: number of offsets, from 0, that have an embedding; larger ones share the last
-      embedding. Kind 'eagle_text' has no offsets.
+    layers: decoder layers of the target, ascending, whose concatenated outputs are the hidden
+      states (EAGLE-3; Li et al., 2025). By default they are the states after the final norm.
+    offsets: number of offsets, from 0, that have an embedding; larger ones share the last.
   """
 
   kind: str = "shared_encoder"
@@ -109,10 +107,9 @@ class SharedEncoderHead(DraftHead):
   def training_logits(self, target: Config, stride: int) -> DraftLogits:
     """Return the function that computes logits at each token, conditioned on its anchor.
 
-    The anchor of a token, where its round starts, is the last anchor at or before the token, or the
-    first token if there is none. In validation, every `stride`-th token is an anchor. In training,
-    each token is an anchor with probability 1 / `stride`, because rounds have many lengths. Kinds
-    without offsets have no anchors.
+    The anchor of a token is the last anchor at or before it, or the first token. In validation,
+    every `stride`-th token is an anchor. In training, each token is an anchor with probability 1 /
+    `stride`, because rounds have many lengths. Kinds without offsets have no anchors.
     """
 
     def draft_logits(params: Any, frozen: Any, outputs: TargetOutputs) -> tuple[Array, Array]:
@@ -148,11 +145,7 @@ class SharedEncoderHead(DraftHead):
 
 
 class SharedEncoderT5(T5):
-  """T5 whose decoder is a draft head; its encoder is never used.
-
-  Attributes:
-    head: the draft head.
-  """
+  """T5 whose decoder is a draft head; its encoder is never used."""
 
   head: Any = None  # a SharedEncoderHead; fields of a subclass need defaults
 
@@ -170,13 +163,7 @@ class SharedEncoderT5(T5):
   def condition(
     self, hidden: Float[Array, "*batch E"], offsets: Int[Array, "*offsets"] | int
   ) -> Float[Array, "*tokens d"]:
-    """Return the conditioning of tokens.
-
-    Args:
-      hidden: hidden state of the target for each token.
-      offsets: number of tokens from the start of the round to each token. It broadcasts against
-        the leading axes of `hidden`.
-    """
+    """Return the conditioning by target states, and by offsets from the start of the round."""
     embedded = self.age[jnp.minimum(offsets, len(self.age) - 1)].astype(self.config.activations)
     return self.state(self.state_norm(hidden)) + embedded
 
@@ -192,14 +179,10 @@ class SharedEncoderT5(T5):
     cross: tuple[KeysValues, ...],
     cross_bias: Float[Array, "B 1 1 S"],
   ) -> tuple[Float[Array, "B T V"], Float[Array, "B T E"] | None]:
-    """Return the teacher-forced logits after each input, and the hidden states that are predicted.
+    """Return the teacher-forced logits after each input, and the predicted hidden states.
 
-    Args:
-      inputs: input tokens.
-      hidden: for each input, hidden state from which the target predicted it.
-      anchors: for each input, position of the last committed token in the round that processes it.
-      cross: cross-attention keys and values of each layer.
-      cross_bias: bias of cross-attention.
+    The target predicted each input from the state in `hidden`. `anchors` are the positions of the
+    last committed token in the round that processes each input.
     """
     x, embedding = self.token_embedder(inputs), self.token_embedder.embedding
     if self.head.predicts_features:
@@ -239,11 +222,8 @@ class RoundsLayout:
   """Layout of a block that holds each token of a text twice: committed, and in its round.
 
   A committed token attends to the committed tokens up to itself. A token in its round attends to
-  the committed tokens before the round, and to the tokens of the round up to itself.
-
-  Attributes:
-    anchors: for each token, position of the last committed token in its round, which is the first
-      token of the round.
+  the committed tokens before the round, and to the tokens of the round up to itself. The first
+  token of a round, at its anchor, is the last committed one.
   """
 
   anchors: Int[Array, "B T"]
@@ -265,11 +245,7 @@ class RoundsLayout:
 
 @struct.dataclass
 class SharedEncoderCache(T5Cache):
-  """Cache of a `SharedEncoderModel`; `cross` is that of the target's last layers.
-
-  Attributes:
-    conditioning: conditioning of the token in each slot; None for a kind without conditioning.
-  """
+  """Cache with the target's `cross`; `conditioning` is that of the token in each slot."""
 
   conditioning: Float[Array, "B T d"] | None
 
@@ -280,11 +256,7 @@ class SharedEncoderCache(T5Cache):
 
 @dataclasses.dataclass(frozen=True)
 class SharedEncoderModel(T5Model):
-  """Draft model with the decoder of a draft head.
-
-  Attributes:
-    head: the draft head.
-  """
+  """Draft model with the decoder of a draft head."""
 
   head: SharedEncoderHead
 
@@ -326,7 +298,7 @@ class SharedEncoderModel(T5Model):
   ) -> tuple[Float[Array, "B K V"], Float[Array, "B K d"], SharedEncoderCache]:
     """Process a block; if features are predicted, also condition the children of its nodes.
 
-    The block is then a level of the tree. Without a tree, the tokens are committed ones.
+    The block is then a level of the tree.
     """
     logits, hidden, cache = self.head.module.apply(
       {"params": params}, cache, tokens, tree, first, method="extend"
@@ -343,15 +315,7 @@ class SharedEncoderModel(T5Model):
     tree: Tree,
     first: Int[Array, ""] | int,
   ) -> SharedEncoderCache:
-    """Write the conditioning of the children of nodes `first` to `first + K - 1`.
-
-    Args:
-      params: parameters of the model.
-      cache: cache of the model; the first node of the tree is in slot `cache.length`.
-      hidden: output states of the model at these nodes.
-      tree: tree of the round.
-      first: index of the first node.
-    """
+    """Write the conditioning of the children of nodes `first` to `first + K - 1`."""
     children = first + 1  # of a chain
     if not tree.is_chain:
       assert isinstance(first, int)
@@ -392,7 +356,6 @@ class SharedEncoderModel(T5Model):
 def _with_conditioning(
   cache: SharedEncoderCache, new: Float[Array, "B M d"], slot: Int[Array, " B"]
 ) -> SharedEncoderCache:
-  """Return the cache with conditioning vectors in the slots from `slot` on."""
   assert cache.conditioning is not None
   written = write_slots(cache.conditioning[:, None], new[:, None], slot)[:, 0]
   return cache.replace(conditioning=written)

@@ -1,12 +1,11 @@
 """Draft heads without a cache: Medusa, EAGLE and the parallel head.
 
-They draft level by level from the target's hidden state at the start of the round and from the last
-committed token. If the target has an encoder, they may also use its cross-attention keys and values
-of the source. Verification has already computed the hidden state (`Context.hidden`), so a head has
-no state to store between rounds or to roll back.
+They draft level by level from the target's hidden state at the start of the round, which
+verification has already computed (`Context.hidden`), and from the last committed token. If the
+target has an encoder, they may also use its cross-attention keys and values of the source.
 
-Axis letters are those of `core.types`; M is the number of nodes of a level, and d the width of the
-head or of its states. d_out is the width of the states that a step returns.
+Axis letters are those of `core.types`; M is the number of nodes of a level, d the width of the head
+or of its states, and d_out that of the states that a step returns.
 """
 
 import abc
@@ -43,11 +42,7 @@ WIDTH = 8  # see `LevelwiseDraft`
 
 
 class StatelessModule(nn.Module):
-  """Flax module of a draft head without a cache.
-
-  Attributes:
-    config: the draft head.
-  """
+  """Flax module of a draft head without a cache."""
 
   config: "StatelessHead"
 
@@ -62,13 +57,8 @@ class StatelessModule(nn.Module):
   ) -> tuple[Any, Float[Array, "B 1 d"]]:
     """Return the plan (values that are computed once per round) and the initial state.
 
-    Args:
-      hidden: hidden state of the target at the start of the round.
-      last_token: last committed token.
-      depth: number of consecutive draft tokens that will be proposed.
-      source: cross-attention keys and values of the target's last layer, and their bias; (None,
-        None) if the target has no encoder.
-      project: function from hidden states [..., E] to the target's logits [..., V].
+    `depth` is the number of consecutive draft tokens that will be proposed. `project` maps hidden
+    states [..., E] to the target's logits [..., V].
     """
 
   @abc.abstractmethod
@@ -82,12 +72,7 @@ class StatelessModule(nn.Module):
   ) -> tuple[Float[Array, "B M V"], Float[Array, "B M d_out"]]:
     """Return the logits of the token after each of M nodes of a level, and the state after each.
 
-    Args:
-      plan: first result of `begin`.
-      state: state after the parent of each node; for the last committed token, that from `begin`.
-      level: depth of the nodes in the tree: 0 for the last committed token.
-      previous: token of each node, which comes before the draft tokens to propose.
-      source: see `begin`.
+    `state` is that after each node's parent; at level 0 it is that from `begin`.
     """
 
   def __call__(
@@ -97,10 +82,7 @@ class StatelessModule(nn.Module):
     source: Source,
     project: Callable[[Array], Array],
   ) -> Float[Array, "B N V"]:
-    """Return teacher-forced logits of consecutive draft tokens.
-
-    `previous` holds the token before each draft token, starting with the last committed token.
-    """
+    """Return teacher-forced logits; `previous` starts with the last committed token."""
     plan, state = self.begin(hidden, previous[:, 0], previous.shape[1], source, project)
     level_logits = []
     for level in range(previous.shape[1]):
@@ -142,18 +124,7 @@ class SourceLayer(nn.Module):
 class LevelwiseDraft(Draft):
   """A draft that proposes level by level with a learned head.
 
-  It proposes a static tree, whose siblings are sampled, or a dynamic tree, for which the head
-  processes WIDTH nodes per level, and WIDTH children of each of them are candidates.
-
-  Attributes:
-    head: the draft head.
-    sampling: sampling method, which turns logits into q.
-    tree: tree of the proposals.
-    options: see `DraftOptions`.
-
-  Raises:
-    InputError: the tree is deeper than the head can propose, or a dynamic tree has more draft
-      tokens than there are candidates.
+  For a dynamic tree, WIDTH nodes per level are processed, with WIDTH candidate children each.
   """
 
   head: Any
@@ -185,13 +156,9 @@ class LevelwiseDraft(Draft):
   ) -> Proposal:
     """Propose the tree, one level at a time.
 
-    Args:
-      step: function of (states [B, M, d] after the parents of M nodes, level, tokens [B, M] of the
-        nodes). It returns the logits [B, M, V] of the token after each node, and the state after
-        each node. The level is the depth of the nodes: 0 for the last committed token.
-      states: state of level 0.
-      context: context of the round.
-      rng: one key per row.
+    `step` is a function of (states [B, M, d] after the parents of M nodes, level, tokens [B, M] of
+    the nodes). It returns the logits [B, M, V] of the token after each node, and the state after
+    each node. The level is the depth of the nodes: 0 for the last committed token.
     """
     select: Callable[..., Array] = gather if isinstance(self.tree, DynamicTree) else take
 
@@ -210,11 +177,7 @@ class LevelwiseDraft(Draft):
 class SpeculatorDraft(LevelwiseDraft):
   """A draft that proposes with a head without a cache.
 
-  Its parameters are (parameters of the head, parameters of the target that the head needs for
-  logits).
-
-  Attributes:
-    target: configuration of the target.
+  Its parameters are (parameters of the head, the target's parameters that its logits need).
   """
 
   target: Config
@@ -259,12 +222,11 @@ def source_of(head: DraftHead, context: Context) -> Source:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class StatelessHead(DraftHead):
-  """Draft head without a cache, defined by a Flax module.
+  """Draft head without a cache, defined by the Flax module `module_class`.
 
   Attributes:
     gamma: number of consecutive draft tokens that the head is trained for.
     any_depth: whether the head can propose more than `gamma` consecutive draft tokens.
-    module_class: class of the Flax module.
     uses_target_logits: whether the head computes its logits with the target's parameters.
   """
 
@@ -299,10 +261,7 @@ class StatelessHead(DraftHead):
     return params, {"token_embedder": target_params["token_embedder"], "decoder": decoder}
 
   def training_logits(self, target: Config, stride: int) -> DraftLogits:
-    """Return the function that computes teacher-forced logits from the hidden state at each anchor.
-
-    The function gives the head the tokens of the text as if the head had drafted them.
-    """
+    """Return the function that computes teacher-forced logits from each anchor's hidden state."""
     module, target_module = self.module, module_of(target)
 
     def draft_logits(params: Any, frozen: Any, outputs: TargetOutputs) -> tuple[Array, Array]:
