@@ -35,7 +35,6 @@ class Rows(NamedTuple):
   """Rows of a batch, and the text that each of them decodes.
 
   Attributes:
-    state: state of the rows.
     text: index of the text of each row; NO_TEXT if there is none, or none any more.
   """
 
@@ -50,7 +49,6 @@ class Texts(NamedTuple):
     prompt_of: function that returns the prompts of the texts with given indices, all padded to the
       same width P.
     lengths: number of tokens of each prompt.
-    rng: key of each text.
     limit: maximum number of new tokens of each text.
   """
 
@@ -66,10 +64,7 @@ class Block(NamedTuple):
   A block with fewer texts than rows is filled up with copies of these texts.
 
   Attributes:
-    prompt: padded prompts.
-    rng: key of each text.
     text: index of each text; NO_TEXT for copies.
-    limit: maximum number of new tokens of each text.
   """
 
   prompt: Int[Array, "B P"]
@@ -83,12 +78,7 @@ def prefill(
 ) -> Rows:
   """Return the rows of a block before their first round; rows without a text are done.
 
-  The arguments and errors are those of `Decoder.init`, and:
-
   Args:
-    decoder: the decoder.
-    params: parameters of target and draft.
-    block: the texts.
     max_new_tokens: maximum number of new tokens of each text, EOS included.
     width: number of tokens of each source that encoders read; the others are padding. None if the
       model is decoder-only, or to read all. It has no effect if the shape of another cache than a
@@ -128,8 +118,6 @@ def fill(
   """Exchange slots that are done for rows of a block, while there are such slots and waiting rows.
 
   Args:
-    slots: rows that are decoded.
-    block: rows that wait.
     first: index of the first row of the block that waits.
 
   Returns:
@@ -156,19 +144,12 @@ def run(
   min_active: Int[Array, ""] | int = 1,
   first: Int[Array, ""] | int = 0,
 ) -> tuple[Rows, Rows]:
-  """Run rounds, and `fill` the slots before each of them.
+  """Run rounds, and `fill` the slots before each of them. Return slots and block as `fill` does.
 
   Args:
-    decoder: the decoder.
-    params: parameters of target and draft.
-    slots: rows that are decoded.
-    block: rows that wait.
     min_active: the loop ends when all rows of the block were used, and fewer slots than this have a
       text that has not ended.
     first: index of the first row of the block that waits.
-
-  Returns:
-    The slots and the block, as in `fill`.
   """
 
   def goes_on(carry: tuple[Rows, Rows, Array]) -> Array:
@@ -232,25 +213,17 @@ def decode_texts(
   max_new_tokens: int,
   has_encoder: bool,
 ) -> Iterator[tuple[int, DecodeResult, int]]:
-  """Decode texts with a given number of slots.
+  """Decode texts, `num_slots` at a time.
 
   Texts are prefilled in blocks of `num_slots`. So that encoders read little padding, each block has
   sources of similar length from the next `_WINDOW` blocks. The host waits for results once per
   block, while the device decodes the next one.
 
   Args:
-    decoder: the decoder.
-    params: parameters of target and draft.
-    texts: the texts.
-    num_slots: number of texts that are decoded together.
     max_new_tokens: number of new tokens that a slot has room for, EOS included.
-    has_encoder: whether the target has an encoder.
 
   Yields:
     For each text, in the order in which they end, its index, a result, and its row in the result.
-
-  Raises:
-    InputError: a text cannot be decoded; see `require_finite`.
   """
   lengths, window = np.array(texts.lengths), _WINDOW * num_slots
   order = np.concatenate(
@@ -289,7 +262,6 @@ def decode_texts(
 
 
 def _finished(decoder: Decoder, rows: Rows) -> Iterator[tuple[int, DecodeResult, int]]:
-  """Yield the index, the result and the row of each text that has ended."""
   result, text = jax.device_get((_result(decoder, rows.state), rows.text))
   require_finite(result._replace(not_finite=np.where(text == NO_TEXT, -1, result.not_finite)))
   for row in np.flatnonzero(text != NO_TEXT).tolist():

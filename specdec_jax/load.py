@@ -180,12 +180,7 @@ def load_pair(
 
 
 def model_tokens(checkpoint: Checkpoint, source_language: str | None = None) -> ModelTokens:
-  """Return the tokens that a model uses, with which its vocabulary is opened.
-
-  Args:
-    checkpoint: checkpoint of the model.
-    source_language: see `load_pair`.
-  """
+  """Return the tokens that a model uses, with which its vocabulary is opened."""
   return ModelTokens(
     has_encoder=checkpoint.config.has_encoder,
     eos_ids=checkpoint.eos_ids,
@@ -205,11 +200,10 @@ def checkpoint_draft(
 ) -> DraftSpec:
   """Load a model from a checkpoint as a draft, for example for a composed draft.
 
+  `dtype` and `kernels` are those of `load_pair`.
+
   Args:
-    target: target of the pair.
     model: checkpoint of the model, or its name on the Hugging Face Hub.
-    dtype: see `load_pair`.
-    kernels: see `load_pair`.
     weights: see `load_pair`; by default 'int8' if `dtype` is 'bfloat16' and `kernels.skinny` is
       used, otherwise 'stored'.
     output_tokens: function from a vocabulary to the tokens that the draft may propose, such as
@@ -246,7 +240,6 @@ def checkpoint_draft(
 
 
 def _prompt_format(config: Config) -> tuple[bool, bool]:
-  """Return whether a model has an encoder, and whether a start token precedes its prompts."""
   return config.has_encoder, config.start_id is not None
 
 
@@ -257,9 +250,7 @@ def frequent_tokens(vocabulary: Vocabulary, path: str, count: int) -> list[int]:
   other tokens, so decoding remains exact.
 
   Args:
-    vocabulary: vocabulary of the pair.
     path: text file with one output of the task per line.
-    count: number of tokens, at most that of the vocabulary.
   """
   require_count("count", count)
   counts = np.zeros(len(vocabulary), np.int64)
@@ -280,11 +271,7 @@ def is_bundled(checkpoint: Checkpoint) -> bool:
 
 
 def vocabulary_of(target: Checkpoint) -> str:
-  """Return the path of the vocabulary that belongs to a target.
-
-  Raises:
-    InputError: the target has no vocabulary.
-  """
+  """Return the path of a target's vocabulary, or raise InputError if it has none."""
   found = target.find_vocabulary()
   if found is None:
     raise InputError(
@@ -304,7 +291,6 @@ def speculator(
   """Load a draft head from `train_speculator` as a draft of the target that it was trained on.
 
   Args:
-    target: target of the pair.
     path: folder of the head, local or `gs://`.
     weights: see `load_pair`. By default 'int8' if the target's are int8, otherwise 'stored'.
     output_tokens: see `checkpoint_draft`.
@@ -340,29 +326,14 @@ def speculator(
 
 
 def random_speculator(target: Loaded, head: Callable[[Config], DraftHead] = new_head) -> DraftSpec:
-  """Return a draft head with random weights for `random_pair`; it is as fast as a trained one.
-
-  Args:
-    target: target of the pair.
-    head: function from the configuration of the target to the head.
-  """
+  """Return a draft head with random weights for `random_pair`; it is as fast as a trained one."""
   new = head(_require_config(target))
   params = jax.tree.map(lambda x: x.astype(new.dtype), new.init(jax.random.key(0)))
   return head_factory(f"random {new.kind}", new, params, target)
 
 
 def head_factory(name: str, head: DraftHead, params: Any, target: Loaded) -> DraftSpec:
-  """Return a draft head as a draft of a target.
-
-  Args:
-    name: name of the draft in records.
-    head: the draft head.
-    params: parameters of the head.
-    target: target of the pair.
-
-  Raises:
-    InputError: the head is for a target with a different shape.
-  """
+  """Return a draft head as a draft of a target."""
   target_config = _require_config(target)
   head.require_target(target_config)
 
@@ -380,7 +351,6 @@ def draft_name(name: str, config: AnyConfig) -> str:
 
 
 def _require_config(target: Loaded) -> Config:
-  """Return the configuration of a target, or raise InputError if a head cannot read its states."""
   config = config_of(target.model)
   if config is None:
     raise InputError(f"{type(target.model).__name__} has no states that a draft could read.")
@@ -388,7 +358,6 @@ def _require_config(target: Loaded) -> Config:
 
 
 def _with_layout(head: DraftHead, target: Config) -> DraftHead:
-  """Return a draft head with dtype, kernels and layout of its target."""
   names = "dtype", "kernels", "fused", "weights"
   return dataclasses.replace(head, **{name: getattr(target, name) for name in names})
 
@@ -408,16 +377,9 @@ def load_model(
   """Return the model of a checkpoint and its parameters, converted for decoding if not sharded.
 
   Args:
-    role: 'target' or 'draft', for messages.
-    checkpoint: checkpoint of the model.
-    vocabulary: vocabulary of the pair.
-    dtype: 'float32' or 'bfloat16'.
-    kernels: see `load_pair`.
     weights: see `load_pair`; None for the default of a draft.
-    shardings: see `load_pair`.
     other_arrays: arrays that must fit in memory together with the parameters: for a draft, the
       target's parameters.
-    output_tokens: see `Checkpoint.load`.
 
   Raises:
     InputError: the checkpoint is a draft head, or it does not fit the vocabulary or the memory.
@@ -481,13 +443,7 @@ def load_model(
 
 
 def _laid_out(config: Config, shardings: ShardingsFn, kernels: str) -> Config:
-  """Return the configuration in the layout for decoding: with fused matmuls and the kernels to use.
-
-  If parameters are sharded across devices, the configuration is returned unchanged.
-
-  Raises:
-    InputError: `kernels` is unknown.
-  """
+  """Return the configuration in the layout for decoding; unchanged if parameters are sharded."""
   if kernels not in ("auto", "xla"):
     raise InputError(f"kernels is {kernels!r}; use 'auto' or 'xla'.")
   places = jax.tree.leaves(make_shardings(shardings, config)) if shardings else []
@@ -518,7 +474,6 @@ def _generation(checkpoint: Checkpoint, vocabulary: Vocabulary) -> dict[str, Any
 
 
 def _of_device(dtype: str) -> str:
-  """Return the dtype that 'auto' stands for on this device; return any other dtype unchanged."""
   here = "float32" if jax.default_backend() == "cpu" else "bfloat16"
   return here if dtype == "auto" else dtype
 
@@ -546,7 +501,8 @@ def random_pair(
   """Return a pair of models with named sizes, random weights and a simulated acceptance rate.
 
   Both models do all of their computation, so the times equal those of real models. Acceptance is
-  simulated (`SimulatedModel`), and the outputs have no meaning.
+  simulated (`SimulatedModel`), and the outputs have no meaning. Other arguments are those of
+  `load_pair`.
 
   Args:
     target: size of the target M_p; see `named_config`.
@@ -554,14 +510,6 @@ def random_pair(
     alpha: simulated acceptance rate.
     version: version of T5 ('1.0' or '1.1'), another family of encoder-decoders, such as 't5gemma',
       or a family of decoder-only models; see `named_config`.
-    dtype: 'float32' or 'bfloat16'.
-    vocabulary: path of the vocabulary.
-    max_source_tokens: maximum number of tokens of a source, EOS included.
-    shardings: see `load_pair`.
-    draft_shardings: see `load_pair`.
-    kernels: see `load_pair`.
-    weights: see `load_pair`.
-    draft_weights: see `load_pair`.
     num_output_tokens: see `random_draft`; for a draft that is given by its size.
   """
   _enable_compile_cache()
@@ -600,18 +548,12 @@ def random_draft(
   weights: Weights = "float",
   num_output_tokens: int | None = None,
 ) -> DraftSpec:
-  """Return a draft model of a named size with random weights.
+  """Return a draft model of a named size with random weights; see `random_pair`.
 
   Args:
-    target: target of the pair.
     size: size of the model; see `named_config`.
-    version: see `random_pair`.
-    dtype: 'float32' or 'bfloat16'.
     inner_alpha: simulated acceptance rate of the inner draft, if this model is the `draft` of a
       `hierarchical_draft`. Such a model cannot propose tokens alone. None for any other model.
-    shardings: see `load_pair`.
-    kernels: see `load_pair`.
-    weights: see `load_pair`.
     num_output_tokens: number of tokens that have logits, the first ones of the vocabulary; None for
       all tokens.
   """

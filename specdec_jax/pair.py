@@ -42,10 +42,6 @@ class Pair:
     task: name of the inputs, for records; None if it is not known.
     max_source_tokens: maximum number of tokens of a source. Longer sources are truncated, but keep
       the special tokens at their end, such as EOS.
-
-  Raises:
-    InputError: `max_source_tokens` is not positive, or the draft reads layers of a target that has
-      none.
   """
 
   target: Loaded
@@ -154,13 +150,11 @@ class Pair:
     """Return the speculative decoder of this pair. Its methods take the `params` of this pair.
 
     Args:
-      sampling: sampling method of target and draft.
       tree: tree of draft tokens; `chain(gamma)` for the paper's algorithm. If the tree has no draft
         tokens, decoding is autoregressive.
       lenience: lenience of the verifier (Appendix A.5); 1 is exact.
       eos_id: token that ends a text, or several; None for the vocabulary's.
       processors: logits processors; they apply to the target, and to a draft that has logits.
-      logprobs: whether results have log-probabilities.
 
     Raises:
       InputError: the verifier does not support lenience, or cannot verify the draft's proposals.
@@ -240,7 +234,6 @@ class Pair:
     """Return the beam searcher of this pair. Its methods take the `params` of this pair.
 
     Args:
-      num_beams: number of live sequences, and of results per row.
       gamma: number of steps that the draft searches ahead in each round; 0 is plain beam search.
       draft_beams: number of beams of a draft that is a model; defaults to `num_beams`. Any other
         draft proposes a chain after each live sequence.
@@ -280,12 +273,7 @@ class Pair:
     return self.draft.build(sampling, tree).tree if tree.num_draft_tokens else tree
 
   def verifier_for(self, sampling: Sampling, lenience: float = 1.0) -> Verifier:
-    """Return the verifier for a sampling method, with lenience (Appendix A.5) if it is below 1.
-
-    Raises:
-      InputError: lenience is below 1 and the verifier does not support it, or lenience is outside
-        (0, 1].
-    """
+    """Return the verifier for a sampling method, with lenience (Appendix A.5) if it is below 1."""
     return self.verifier(sampling).with_lenience(lenience)
 
   def require_batch_size(self, batch_size: object) -> None:
@@ -306,10 +294,7 @@ class Pair:
     return jnp.asarray(padded(rows, width, self.vocabulary.pad_id))
 
   def encode(self, text: str) -> list[int]:
-    """Return the token ids of a source, of which there are at most `max_source_tokens`.
-
-    A truncated source keeps the special tokens at its end, which are EOS for most models.
-    """
+    """Return the token ids of a source, truncated as `max_source_tokens` says."""
     ids, most = self.vocabulary.encode(text), self.max_source_tokens
     if len(ids) <= most:
       return ids

@@ -110,9 +110,6 @@ def beta(p, q, lenience: float = 1.0):
     p: [..., V], distribution of the target.
     q: [..., V], distribution of the draft.
     lenience: l in (0, 1] (Appendix A.5); 1 is exact.
-
-  Raises:
-    InputError: p and q are not distributions over one vocabulary, or lenience is outside (0, 1].
   """
   p, q = _distributions(p, q)
   lenience = require_number("lenience", lenience, 0, 1, "(]", ", with 1 for exactness")
@@ -221,9 +218,7 @@ def text_improvement(
 def tree_tokens(tree: Tree, acceptance: Sequence[float]) -> float:
   """Return the expected number of tokens per round with a tree of draft tokens.
 
-  Args:
-    tree: tree of draft tokens.
-    acceptance: positional acceptance. Children whose rank is not in it are never accepted.
+  Children whose rank is not in `acceptance`, the positional acceptance, are never accepted.
   """
   return float(_reach_probs(tree, acceptance).sum())
 
@@ -254,12 +249,8 @@ def best_tree(acceptance: Sequence[float], num_nodes: int, depth: int) -> Tree:
   highest values, which a priority queue finds. The result equals that of Sequoia's dynamic program.
 
   Args:
-    acceptance: positional acceptance.
     num_nodes: number of nodes, including the root.
     depth: maximum number of draft tokens on a path.
-
-  Raises:
-    InputError: num_nodes or depth is not a positive integer, or acceptance is empty or invalid.
   """
   require_count("num_nodes", num_nodes)
   require_count("depth", depth)
@@ -312,10 +303,6 @@ def speculative_execution(
     g: function of y in 0..V-1. If the guess is rejected, the call of g on the guess continues in
       the background and its result is dropped, so side effects of g must be harmless.
     q: [V], the distribution of the guess.
-    rng: random number generator.
-
-  Raises:
-    InputError: q or the result of f is not a distribution, or their lengths differ.
   """
   q = _normalized("q", q)
   guess = int(rng.choice(len(q), p=q))
@@ -340,7 +327,6 @@ def expected_seconds(beta: float, f_seconds: float, g_seconds: float) -> float:
 
 
 def _normalized(name: str, probs: np.ndarray) -> np.ndarray:
-  """Return `probs` in float64, normalized; raise InputError unless they are one distribution."""
   probs = np.asarray(probs, np.float64)
   if probs.ndim != 1 or not (probs >= 0).all() or not np.isclose(probs.sum(), 1):
     raise InputError(f"{name} is {probs!r:.100}; it must be probabilities [V] that add up to 1.")

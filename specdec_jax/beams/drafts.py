@@ -82,8 +82,6 @@ class BeamDraft(Settings, abc.ABC):
     """Return the state of the draft after a round; by default it does not change.
 
     Args:
-      state: state that `propose` returned.
-      context: context of the round.
       path: draft tokens that the steps of the round extended, as nodes of the forest: w for each of
         steps 2 to D + 1. Step 1, which extends the last tokens from before the round, is left out.
         Entries past the last step of a row are arbitrary.
@@ -133,7 +131,7 @@ class ModelBeamDraft(BeamDraft):
     object.__setattr__(self, "depth", self.draft.tree.depth)
 
   def num_draft_tokens(self, num_beams: int) -> int:
-    """Return N, the number of draft tokens: the number of the draft's beams times the depth.
+    """Return N, the number of the draft's beams times the depth.
 
     Raises:
       InputError: the draft has fewer than `num_beams` beams, or more beams than its vocabulary has
@@ -153,12 +151,7 @@ class ModelBeamDraft(BeamDraft):
     return self.num_beams * self.depth
 
   def num_nodes(self, num_beams: int) -> int:
-    """Return M, the maximum number of nodes per target forward pass; it is at most `max_nodes`.
-
-    Raises:
-      InputError: `max_nodes` is not an integer or is less than `num_beams`, or `num_draft_tokens`
-        raises InputError.
-    """
+    """Return M, the maximum number of nodes per target forward pass; it is at most `max_nodes`."""
     num_nodes = super().num_nodes(num_beams)
     if self.max_nodes is None:
       return num_nodes
@@ -315,10 +308,8 @@ class TreeBeamDraft(BeamDraft):
 def beam_draft(draft: Draft, num_beams: int, max_nodes: int | None) -> BeamDraft:
   """Return a draft for beam search: a search with its model, or else a tree after each beam.
 
-  Args:
-    draft: draft for temperature 0, with a chain of gamma tokens.
-    num_beams: number of beams of a draft that searches with its model.
-    max_nodes: see `ModelBeamDraft`.
+  `draft` is for temperature 0, with a chain of gamma tokens. The other arguments are those of
+  `ModelBeamDraft`.
   """
   if isinstance(draft, ModelBasedDraft):
     return ModelBeamDraft(draft, num_beams, max_nodes)
@@ -332,12 +323,6 @@ def _with_target_log_probs(
   tokens: Int[Array, "B K k"],
 ) -> tuple[Float[Array, "B K top"], Int[Array, "B K top"]]:
   """Return continuations of each node: the target's if the node is verified, else the draft's.
-
-  Args:
-    context: context of the round.
-    entries: index of each node among the verified nodes; NO_ENTRY if it is not verified.
-    log_probs: the draft's log-probability of the text that ends with each continuation.
-    tokens: the draft's most probable tokens after each node.
 
   Returns:
     Log-probability of the text that ends with each continuation, and the token of the continuation.

@@ -146,9 +146,6 @@ def sample_siblings(
   leave only earlier siblings, the most probable remaining token is selected deterministically.
 
   Args:
-    rng: one key per row.
-    logits: logits at each node.
-    sampling: sampling method, which turns logits into q.
     counts: number of children of each node.
     independent: whether to sample siblings independently, with replacement.
     coupled: whether to sample without replacement by selecting the largest `perturbed` logits.
@@ -229,10 +226,11 @@ def filtered(
 ) -> Float[Array, "*batch V"]:
   """Return probabilities after all filters of a `Sampling` except top-k.
 
+  Filters that are switched off are not compiled.
+
   Args:
     probs: softmax of the logits.
     logits: logits after temperature and top-k, in float32, shifted so that their maximum is 0.
-    sampling: the sampling method. Filters that are switched off are not compiled.
   """
 
   def apply(value: Any, neutral: float, keep: Callable[[], Array]) -> None:
@@ -358,7 +356,6 @@ def _threshold_of_columns(
 
 
 def _bits(distances: Float[Array, "*batch V"]) -> Int[Array, "*batch V"]:
-  """Return the bits of non-negative float32 numbers, as integers, which have the same order."""
   return lax.bitcast_convert_type(distances, jnp.int32)
 
 

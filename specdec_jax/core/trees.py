@@ -88,9 +88,6 @@ class Tree:
     """Return the tree given by the path to each node: one rank per depth, as in Medusa.
 
     For example, (0,), (1,), (0, 0) are two children of node 0, the first of which has a child.
-
-    Raises:
-      InputError: a parent or earlier sibling is missing, or `paths` are not sequences of integers.
     """
     nodes: list[tuple[int, ...]] = [()]
     nodes += sorted({tuple(path) for path in paths}, key=lambda path: (len(path), path))
@@ -195,9 +192,8 @@ class Tree:
 class DynamicTree:
   """Tree of draft tokens whose shape differs between rounds and rows.
 
-  The shape may depend on tokens that
-  were selected deterministically, but not on sampled ones. Therefore all draft tokens of the tree
-  must be selected deterministically. Siblings must differ.
+  The shape may depend on tokens that were selected deterministically, but not on sampled ones.
+  Therefore all draft tokens of the tree must be selected deterministically. Siblings must differ.
 
   Attributes:
     num_draft_tokens: N, the number of draft tokens.
@@ -273,9 +269,7 @@ def _place_tree(
 def reach(parents: Int[Array, "B K"], depth: int) -> Bool[Array, "B K K"]:
   """Return a mask that is True at [:, i, j] if node j is node i or one of its ancestors.
 
-  Args:
-    parents: parent of each node; a root is its own parent.
-    depth: maximum distance between a node and an ancestor.
+  A root is its own parent. `depth` is the maximum distance between a node and an ancestor.
   """
   num_nodes = parents.shape[1]
   near = jnp.minimum(jax.nn.one_hot(parents, num_nodes) + jnp.eye(num_nodes), 1)

@@ -62,15 +62,11 @@ STATE_AXES: dict[str, tuple[str | None, ...]] = {
 
 
 def make_mesh(model_parallel: int = 1, devices: Sequence[jax.Device] | None = None) -> Mesh:
-  """Return a mesh of devices with the axes 'data' and 'model'.
+  """Return a mesh of devices with the axes 'data' and 'model', the latter of size `model_parallel`.
 
   Args:
-    model_parallel: size of the axis 'model'.
     devices: devices of the mesh; by default those of this host, because hosts that decode a dataset
       together run separate programs.
-
-  Raises:
-    InputError: model_parallel is not a positive integer that divides the number of devices.
   """
   require_count("model_parallel", model_parallel)
   devices = jax.local_devices() if devices is None else devices
@@ -100,13 +96,8 @@ def param_shardings(
 
   Args:
     shapes: pytree of parameters, named as in t5x, or of their shapes (`jax.ShapeDtypeStruct`).
-    mesh: mesh of devices, such as the result of `make_mesh`.
-    rules: pairs of a logical axis and the mesh axis that it is sharded across.
     config: configuration of the model. `load_pair` passes it to the functions that it is given as
       shardings.
-
-  Returns:
-    A pytree of `NamedSharding` with the structure of `shapes`.
 
   Raises:
     InputError: a rule names an unknown axis, or shards heads while `families.for_decoding` has
@@ -137,30 +128,13 @@ def state_shardings(state: Any, mesh: AnyMesh, rules: Rules = RULES) -> Any:
   """Return the sharding of each array of a cache, a `Proposal` or a `core.decode.DecodeState`.
 
   An array is replicated along an axis whose size is not a multiple of the mesh axis.
-
-  Args:
-    state: pytree of arrays.
-    mesh: mesh of devices.
-    rules: pairs of a logical axis and the mesh axis that it is sharded across.
-
-  Returns:
-    A pytree of `NamedSharding` with the structure of `state`.
-
-  Raises:
-    InputError: a rule names an unknown axis.
   """
   return _shardings(state, STATE_AXES, mesh, rules)
 
 
 @dataclasses.dataclass(frozen=True)
 class PartitionedModel(WrappedModel):
-  """Model whose prompts and caches are sharded across the devices of a mesh.
-
-  Attributes:
-    model: the wrapped model.
-    mesh: mesh of devices.
-    rules: see `param_shardings`.
-  """
+  """Model whose prompts and caches are sharded across the devices of a mesh."""
 
   mesh: AnyMesh
   rules: Rules = RULES
@@ -203,11 +177,6 @@ class PartitionedDraft(WrappedDraft):
   A sharding constraint is applied to q, too. Without it, the compiler would shard the logits of a
   replicated draft by vocabulary, like those of the target, and devices would communicate in every
   draft step.
-
-  Attributes:
-    draft: the wrapped draft.
-    mesh: mesh of devices.
-    rules: see `param_shardings`.
   """
 
   mesh: AnyMesh
@@ -232,16 +201,8 @@ class PartitionedDraft(WrappedDraft):
 def sharded(pair: Any, mesh: AnyMesh, rules: Rules = RULES, draft_rules: Rules = REPLICATED) -> Any:
   """Return a pair that is sharded across the devices of a mesh.
 
-  Parameters that already have the right sharding are not moved.
-
-  Args:
-    pair: the `Pair`.
-    mesh: mesh of devices.
-    rules: rules for the target; see `param_shardings`.
-    draft_rules: rules for the draft. By default, the draft's parameters are replicated.
-
-  Raises:
-    InputError: see `param_shardings`.
+  Parameters that already have the right sharding are not moved. By default, the draft's parameters
+  are replicated.
   """
 
   def put(params, rules, config=None):
@@ -284,7 +245,6 @@ def _shardings(
 
 
 def _mesh_axes(rules: Rules, mesh: AnyMesh) -> dict[str | None, str | None]:
-  """Return the mesh axis of each logical axis in `rules`; raise InputError for an unknown axis."""
   known = {axis for axes in (*PARAM_AXES.values(), *STATE_AXES.values()) for axis in axes if axis}
   for axis, over in rules:
     if axis not in known or over not in (None, *mesh.shape):
