@@ -30,9 +30,6 @@ def require_number(
   """Return the value of a setting as a float, if it lies in an interval.
 
   Args:
-    name: name of the setting.
-    value: value of the setting, a real number of any type.
-    low: lower end of the interval.
     high: upper end of the interval. If it is infinite, there is no upper limit for finite numbers.
     ends: brackets of the interval. A parenthesis means that the end is excluded.
     note: text that follows the interval in the message.

@@ -139,10 +139,8 @@ def parse_gin(
   """Parse gin files, then bindings.
 
   Args:
-    files: gin files, in this order.
     bindings: bindings 'name = value', which override the bindings in the files. If the files load a
       pair of models, they may also set the macros of gin/models/checkpoints.gin.
-    search_paths: folders to search for gin files.
 
   Raises:
     InputError: a binding is invalid, or sets a macro that no file defines or uses; a required macro
@@ -183,7 +181,6 @@ def _as_flags(names: Iterable[str]) -> str:
 
 
 def _help(values: flags.FlagValues) -> str:
-  """Return the list of all runs and flags."""
   lines = [_USAGE, "Runs, then studies of the current folder:"]
   for name, path in gin_files.runs().items():
     lines.append(f"  {name:<20} {gin_files.summary(path)}")

@@ -25,7 +25,6 @@ class VerifiedNodes(NamedTuple):
   """Nodes whose most probable next tokens, by the target, are known.
 
   Attributes:
-    tokens: token of each node.
     parents: entry of the parent of each node; NO_ENTRY for the last token of a live beam, and for
       unused entries.
     continuations: the most probable tokens after each node, most probable first. There are 2w per
@@ -92,9 +91,6 @@ def prune(
   are more than `count`, the first `count` of them are returned.
 
   Args:
-    nodes: all verified nodes.
-    last_entries: entry of the last token of each live beam.
-    count: Q, the number of cached entries.
     depth: maximum number of levels of descendants.
 
   Returns:

@@ -16,7 +16,6 @@ def atomic_write(path: str | os.PathLike, mode: str = "w") -> Iterator[IO]:
   appended to.
 
   Args:
-    path: file to write.
     mode: "w" for text in UTF-8; "wb" for bytes.
   """
   encoding = None if "b" in mode else "utf-8"

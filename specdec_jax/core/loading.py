@@ -10,10 +10,8 @@ class DecodeSettings:
   """Settings of decoding that functions for measurement and calibration take.
 
   Attributes:
-    sampling: sampling method of the target.
     batch_size: number of outputs that are decoded together.
     max_new_tokens: limit for each output, EOS included.
-    seed: seed of all sampling.
     lenience: lenience of the verifier (Appendix A.5); 1 is exact.
   """
 

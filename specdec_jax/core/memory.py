@@ -17,9 +17,7 @@ def require_memory(what: str, arrays: Any, advice: str = "ask for less") -> None
   """Raise InputError unless `arrays` would fit in memory if nothing else were stored in it.
 
   Args:
-    what: user's settings that determine the size of the arrays, for the message.
     arrays: pytree of arrays, which may be traced, or of `jax.ShapeDtypeStruct`.
-    advice: advice to the user, for the message.
   """
   types = [*map(jax.typeof, jax.tree.leaves(arrays))]
   num_bytes = sum(x.size * x.dtype.itemsize for x in types)

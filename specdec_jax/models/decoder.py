@@ -100,7 +100,6 @@ class Decoder(nn.Module):
   """Stack of decoder layers, with positions, a final norm and logits.
 
   Attributes:
-    config: configuration of the model.
     feature_layers: layers whose outputs are the hidden states, one after the other along the last
       axis; by default, hidden states are those after the final norm.
   """
@@ -145,12 +144,8 @@ class Decoder(nn.Module):
     Args:
       x: embedded tokens. With a cache they are nodes `first` to `first + K - 1` of `tree`.
       embedding: table of token embeddings, for tied logits.
-      cross: keys and values of the source for each layer.
-      cross_bias: bias of cross-attention.
       cached: for each layer, keys and values of the tokens before the block; None for no cache.
-      length: number of tokens in the cache.
       tree: positions and visibility of the nodes; None for a chain.
-      first: index of the first node.
       deterministic: False to apply dropout.
 
     Returns:

@@ -35,12 +35,7 @@ def config_of(model: Model) -> Config | None:
 
 
 def with_feature_layers(model: Model, layers: tuple[int, ...]) -> Model:
-  """Return a model whose hidden states are the outputs of `layers`; see `Decoder`.
-
-  Raises:
-    InputError: these are not the layers of the model already, and it is neither a T5 nor a
-      decoder-only model of this project.
-  """
+  """Return a model whose hidden states are the outputs of `layers`; see `Decoder`."""
   if feature_layers(model) == layers:
     return model
   if isinstance(model, WrappedModel):
@@ -77,7 +72,6 @@ def for_decoding(
 
   Args:
     config: configuration of a model or of a learned draft head.
-    params: parameters of the model or head.
     concatenate: function that concatenates arrays of `params`.
   """
 

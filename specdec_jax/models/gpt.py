@@ -27,8 +27,6 @@ class GPTCache:
   """Cache of a decoder-only model: all committed tokens except the last one.
 
   Attributes:
-    length: number of cached tokens of each row. Slots from `length` on are masked until they are
-      overwritten.
     layers: for each layer, its keys and its values, both of shape [B, G, T, D].
   """
 
@@ -37,12 +35,7 @@ class GPTCache:
 
 
 class GPT(nn.Module):
-  """Decoder-only model, with the methods that `GPTModel` and training call.
-
-  Attributes:
-    config: configuration of the model.
-    feature_layers: see `Decoder`.
-  """
+  """Decoder-only model, with the methods that `GPTModel` and training call."""
 
   config: GPTConfig
   feature_layers: tuple[int, ...] = ()
@@ -99,10 +92,6 @@ class GPTModel:
   """Decoder-only model as a `Model`: `prefill` processes the prompt in one forward pass.
 
   `prefill` raises InputError if the cache has more slots than the model has learned positions.
-
-  Attributes:
-    config: configuration of the model.
-    feature_layers: see `Decoder`.
   """
 
   config: GPTConfig

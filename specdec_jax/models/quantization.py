@@ -35,7 +35,6 @@ def param_dtype(path: tuple[Any, ...], array: Any, config: Any) -> Any:
 
   Args:
     path: path of the parameter in the tree of parameters, as in `jax.tree_util`.
-    array: the parameter, or any object with its dtype.
     config: configuration of the model or draft head.
   """
   if np.issubdtype(array.dtype, np.integer) or path[-1].key == "kernel_scale":

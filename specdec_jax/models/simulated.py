@@ -20,12 +20,7 @@ CERTAIN = 1e9  # added to a logit; exp(-CERTAIN / temperature) is exactly 0 in f
 
 @struct.dataclass
 class SimulatedCache:
-  """Cache of a `SimulatedModel`: the cache of its model, and a hash of the prompt of each row.
-
-  Attributes:
-    model: cache of the wrapped model.
-    salt: hash of each prompt.
-  """
+  """Cache of a `SimulatedModel`: the cache of its model, and a hash of the prompt of each row."""
 
   model: Any
   salt: UInt[Array, " B"]
@@ -50,13 +45,9 @@ class SimulatedModel(WrappedModel):
   token that is EOS is always rejected; `alpha` applies to all others. The texts have no meaning.
 
   Attributes:
-    model: the wrapped model, M_p.
     alpha: probability that a draft token is accepted, in [0, 1].
     eos_id: id of EOS of the target; -1 if it has no EOS.
     seed: seed of the pseudo-random function.
-
-  Raises:
-    InputError: alpha is outside [0, 1]; or (in `extend`) the tree is dynamic.
   """
 
   alpha: float

@@ -31,11 +31,7 @@ from specdec_jax.core.verify.tokens import normalised, residual, validated_q
 
 @dataclasses.dataclass(frozen=True)
 class MergingVerifier(Verifier):
-  """Verifier for trees of several drafts; see the module docstring.
-
-  Attributes:
-    sampling: sampling method, which turns the target's logits into p.
-  """
+  """Verifier for trees of several drafts; see the module docstring."""
 
   sampling: Sampling
 
@@ -57,7 +53,6 @@ class Path(NamedTuple):
   """Path of accepted draft tokens.
 
   Attributes:
-    end: node at which the path ends.
     weights: weights of the token that follows.
     is_tried: whether each draft token was verified.
     r_x: residual probability of each draft token when it was verified.
@@ -79,10 +74,6 @@ def follow(
   """Follow the accepted draft tokens from the last committed token on.
 
   Args:
-    tree: shape of the proposal.
-    tokens: draft tokens.
-    q: distribution of each draft token.
-    p: the target's distribution after each node.
     u: uniform number of each draft token; the token is accepted if u q(x) < r(x).
   """
   batch = len(tokens)

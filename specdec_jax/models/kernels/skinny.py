@@ -48,10 +48,9 @@ def packed_shape(
 
 
 def pack(kernel: np.ndarray, pairs: bool = False) -> np.ndarray:
-  """Pack a matrix in panels of PANEL columns. The last panel is padded with zeros.
+  """Pack a matrix [E, F] in panels of PANEL columns. The last panel is padded with zeros.
 
   Args:
-    kernel: [E, F], the matrix.
     pairs: whether to interleave rows for the instructions that multiply pairs of bfloat16 or groups
       of four int8 values (`is_available`). E is padded with rows of zeros, to a multiple of 2 or 4.
 
@@ -173,8 +172,7 @@ def _register() -> ctypes.CDLL | None:
 def _library() -> ctypes.CDLL:
   """Return the library for this processor and jaxlib, from the cache or, if missing, compiled now.
 
-  The name of a library in the cache has a hash of what it is compiled from, and then a hash of its
-  content.
+  Its name in the cache has a hash of what it is compiled from, and a hash of its content.
   """
   compiler_command = os.environ.get("CXX") or shutil.which("c++") or shutil.which("g++")
   try:
@@ -232,7 +230,6 @@ def _loaded(path: pathlib.Path) -> ctypes.CDLL | None:
 
 
 def _is_private(status: os.stat_result) -> bool:
-  """Return True if a file or folder belongs to this user and no one else may write to it."""
   return status.st_uid == os.geteuid() and not status.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
 
 
