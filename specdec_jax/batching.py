@@ -32,11 +32,7 @@ _WINDOW = 16  # number of blocks that are formed together, from texts of similar
 
 
 class Rows(NamedTuple):
-  """Rows of a batch, and the text that each of them decodes.
-
-  Attributes:
-    text: index of the text of each row; NO_TEXT if there is none, or none any more.
-  """
+  """Rows of a batch, and the index of the text of each; NO_TEXT if there is none, or no more."""
 
   state: DecodeState
   text: Int[Array, " B"]
@@ -59,13 +55,7 @@ class Texts(NamedTuple):
 
 
 class Block(NamedTuple):
-  """Texts that are prefilled together.
-
-  A block with fewer texts than rows is filled up with copies of these texts.
-
-  Attributes:
-    text: index of each text; NO_TEXT for copies.
-  """
+  """Texts that are prefilled together, with their indices `text`; NO_TEXT for copies of them."""
 
   prompt: Int[Array, "B P"]
   rng: Key[Array, " B"]
@@ -217,10 +207,7 @@ def decode_texts(
 
   Texts are prefilled in blocks of `num_slots`. So that encoders read little padding, each block has
   sources of similar length from the next `_WINDOW` blocks. The host waits for results once per
-  block, while the device decodes the next one.
-
-  Args:
-    max_new_tokens: number of new tokens that a slot has room for, EOS included.
+  block, while the device decodes the next one. `max_new_tokens` is the room of a slot.
 
   Yields:
     For each text, in the order in which they end, its index, a result, and its row in the result.

@@ -125,9 +125,8 @@ def generate(
       gamma draft tokens; 'auto' chooses the fastest tree or chain. Not for a beam search.
     batch_size: maximum number of outputs (in a beam search: of texts) that are decoded together;
       all outputs of one text always are. When a text ends, the next one takes its place
-      (`batching`), unless there are decoder prefixes, beams or several outputs per
-      text: then each batch is decoded to its end. For a given gamma or tree, outputs do not
-      depend on `batch_size`, except for rounding.
+      (`batching`), unless there are decoder prefixes, beams or several outputs per text. For a
+      given gamma or tree, outputs do not depend on `batch_size`, except for rounding.
     seed: seed of all sampling. The random keys of a text depend only on the seed and on the index
       of the text in `texts`.
     lenience: in (0, 1]. Below 1, more draft tokens are accepted, and outputs no longer have the

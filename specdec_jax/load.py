@@ -78,45 +78,37 @@ def load_pair(
 
   Args:
     target: checkpoint of the target (of T5X, Orbax, Hugging Face or this project, local or
-      `gs://`), or its name on the Hugging Face Hub; see `checkpoints.load.open_checkpoint`. Or a
-      model in memory: a PyTorch model of transformers, or (config, parameters); see
-      `checkpoints.huggingface.open_in_memory`.
-    draft: checkpoint or name of the draft, which is a separate model or a draft head that was
-      trained on this target's hidden states (`train_speculator`); or a model in memory; or a
-      function that loads a draft for a `Loaded` target. By default, the bundled target has its own
-      draft head, and any other target copies from its source (`prompt_lookup`). Gin runs use
-      `draft=asset("multi30k_ende/draft")`, a separate model (gin/models/bundled.gin).
-    vocabulary: vocabulary, or path of its file, or a Hugging Face folder or name; see
-      `open_vocabulary`. By default, the vocabulary in the folder of the target or, for pairs of
-      this project, next to it. A target in memory requires this argument.
-    task: name of the inputs, for records. By default, the bundled target has its own task, and
-      other targets have none.
+      `gs://`), or its name on the Hugging Face Hub. Or a model in memory: a PyTorch model of
+      transformers, or (config, parameters); see `checkpoints.huggingface.open_in_memory`.
+    draft: the same for a separate model, or for a draft head that was trained on this target's
+      hidden states; or a function that loads a draft for a `Loaded` target. By default, the
+      bundled target has its own draft head, and any other target copies from its source
+      (`prompt_lookup`).
+    vocabulary: vocabulary, or path of its file, or a Hugging Face folder or name. By default, the
+      vocabulary in the folder of the target or, for pairs of this project, next to it. A target in
+      memory requires this argument.
+    task: name of the inputs, for records; by default that of the bundled target, or None.
     dtype: 'float32' or 'bfloat16'; 'auto' is float32 on a CPU and bfloat16 elsewhere. On a CPU,
-      bfloat16 halves the bytes that are read. Decoding is then faster if the processor multiplies
-      in bfloat16 (AVX512-BF16), and slower otherwise.
+      bfloat16 is faster if the processor multiplies in it (AVX512-BF16), and slower otherwise.
     max_source_tokens: maximum number of tokens of a source, EOS included. By default, the positions
       of the target, or 512 for a target with relative positions.
     extra_ids: number of sentinels after the pieces of the vocabulary. 'auto' adds the 100 sentinels
-      of T5 if the target's embedding table has rows for them; see `open_vocabulary_of_model`.
+      of T5 if the target's embedding table has rows for them.
     shardings: function that returns a tree of `jax.sharding.Sharding`, given the tree of shapes of
       the target's parameters and, if it has a parameter `config`, the target's configuration.
       Sharded parameters are not converted for decoding, because that would concatenate matrices
       across shards.
-    draft_shardings: function like `shardings` for the parameters of the draft. It is not used for a
-      draft head, or for a draft that a function loads.
+    draft_shardings: the same for a draft that is a separate model.
     kernels: 'xla' for XLA only; 'auto' uses `kernels.skinny` on a CPU, if available and without
       `shardings`, for matmuls with weights, attention and T5's norms.
-    weights: how the matrices of the target are kept in memory. With 'float', they have the dtype
-      `dtype`. With 'stored', matrices that are stored in bfloat16 stay in bfloat16 when
-      `kernels.skinny` is used. This halves the bytes that a step reads, and does not change the
-      output. With 'int8', they are quantized when they are loaded (`models.quantization`), and a
-      step reads a quarter of the bytes of float32 matrices. The target is then the quantized model,
-      and outputs are exactly those of that model.
+    weights: how the matrices of the target are kept in memory. 'float': in `dtype`. 'stored':
+      bfloat16 matrices of the checkpoint stay in bfloat16 if `kernels.skinny` is used, which halves
+      the bytes that a step reads and does not change the output. 'int8': quantized on loading
+      (`models.quantization`); outputs are then exactly those of the quantized model.
     draft_weights: the same for a draft that is a separate model; outputs keep the target's
       distribution with any value. By default 'int8' if `weights` is 'int8', or if `dtype` is
       'bfloat16' and `kernels.skinny` is used, which is faster; otherwise 'stored'.
-    verifier: `Verifier` class that accepts or rejects draft tokens, or a function from a sampling
-      method to a verifier.
+    verifier: `Verifier` class, or a function from a sampling method to a verifier.
     source_language: language of the sources of a multilingual target, by the name of its token,
       such as 'fra_Latn' (NLLB), 'fr_XX' (mBART-50) or 'fr' (M2M100). By default, the language that
       the files of the tokenizer set.
@@ -211,9 +203,6 @@ def checkpoint_draft(
     vocabulary: the model's own vocabulary, if it is not that of the pair: path of the file, or a
       Hugging Face folder or name. The draft then proposes the tokens that both vocabularies have
       (`drafts.other_vocabulary`).
-
-  Raises:
-    InputError: see `load_model`; or the two vocabularies have no piece in common.
   """
   words, opened = target.vocabulary, open_checkpoint(model)
   if vocabulary is not None:
@@ -296,8 +285,7 @@ def speculator(
     output_tokens: see `checkpoint_draft`.
 
   Raises:
-    InputError: the folder does not exist or contains no head, or the head was trained with a
-      different vocabulary or for a target with a different shape.
+    InputError: the folder has no head for this vocabulary and shape of the target.
   """
   checkpoint = open_checkpoint(path)
   head = checkpoint.config
@@ -380,9 +368,6 @@ def load_model(
     weights: see `load_pair`; None for the default of a draft.
     other_arrays: arrays that must fit in memory together with the parameters: for a draft, the
       target's parameters.
-
-  Raises:
-    InputError: the checkpoint is a draft head, or it does not fit the vocabulary or the memory.
   """
   where, advice = f"The {role} in {checkpoint.path}", "target, draft and vocabulary must agree"
   if role == "draft":

@@ -189,10 +189,7 @@ class Pair:
     eos_id: int | None = None,
     processors: Processors = (),
   ) -> Callable[..., DecodeResult]:
-    """Return a function that decodes with `decoder(...)` and the parameters of this pair.
-
-    The arguments of the function are (prompt [B, P], rng [B], *, max_new_tokens).
-    """
+    """Return `decoder(...).run` with the parameters of this pair bound."""
     decoder = self.decoder(sampling, tree, lenience, eos_id, processors)
     return functools.partial(decoder.run, self.params)
 
@@ -237,15 +234,12 @@ class Pair:
       gamma: number of steps that the draft searches ahead in each round; 0 is plain beam search.
       draft_beams: number of beams of a draft that is a model; defaults to `num_beams`. Any other
         draft proposes a chain after each live sequence.
-      length_penalty: see `BeamSearcher`.
       nodes: maximum number of nodes per target forward pass, if the draft is a model. By default
-        there is no limit, except on a CPU, where each node takes time: there the default is 8, or
-        the number of nodes that one step needs if that is larger.
-      processors: logits processors; they apply to the target, and to a draft that has logits.
+        8 on a CPU, where each node takes time, or what one step needs if that is more; elsewhere
+        there is no limit.
 
     Raises:
-      InputError: the acceptance of the target is simulated, or gamma or draft_beams is out of
-        range.
+      InputError: the acceptance of the target is simulated, or gamma or draft_beams is invalid.
     """
     if self.simulated_alpha is not None:
       raise InputError("A target whose acceptance is simulated has no texts to search for.")

@@ -136,11 +136,10 @@ def _gin_value(text: str) -> str:
 def parse_gin(
   files: Sequence[str], bindings: Sequence[str] = (), search_paths: Sequence[str] = ()
 ) -> None:
-  """Parse gin files, then bindings.
+  """Parse gin files, then bindings 'name = value', which override those in the files.
 
-  Args:
-    bindings: bindings 'name = value', which override the bindings in the files. If the files load a
-      pair of models, they may also set the macros of gin/models/checkpoints.gin.
+  If the files load a pair of models, bindings may also set the macros of
+  gin/models/checkpoints.gin.
 
   Raises:
     InputError: a binding is invalid, or sets a macro that no file defines or uses; a required macro
@@ -188,7 +187,6 @@ def _help(values: flags.FlagValues) -> str:
 
 
 def _help_of_run(files: Sequence[str], values: flags.FlagValues) -> str:
-  """Return the comments at the head of gin files, and the macros with their values."""
   _parse_files(files, values.gin_search_paths)
   lines = [_USAGE, *(gin_files.header(file) for file in files), "", "Settings:"]
   lines += [f"  --{name.lower()} {value!r}" for name, value in macros().items()]

@@ -247,10 +247,7 @@ def best_tree(acceptance: Sequence[float], num_nodes: int, depth: int) -> Tree:
   value of a node is the product of the acceptance probabilities on its path. It is at most the
   value of the parent and of each earlier sibling. So the best tree consists of the nodes with the
   highest values, which a priority queue finds. The result equals that of Sequoia's dynamic program.
-
-  Args:
-    num_nodes: number of nodes, including the root.
-    depth: maximum number of draft tokens on a path.
+  `num_nodes` includes the root; `depth` limits the draft tokens on a path.
   """
   require_count("num_nodes", num_nodes)
   require_count("depth", depth)

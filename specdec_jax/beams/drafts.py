@@ -237,16 +237,11 @@ class ModelBeamDraft(BeamDraft):
 
 @dataclasses.dataclass(frozen=True)
 class TreeBeamDraft(BeamDraft):
-  """Draft that proposes a tree after each beam, with an inner draft that has no state.
+  """Draft that proposes a tree after each beam, with an inner draft for temperature 0.
 
-  The inner draft may read the encoded source in the target's cache. It is not given the text in
-  that cache, which has the layout of a beam search (`layout`).
-
-  Attributes:
-    draft: the inner draft, for temperature 0. Each beam is one of its rows.
-
-  Raises:
-    InputError: (in `propose`) the inner draft has a state.
+  Each beam is a row of the inner draft, which must have no state; otherwise `propose` raises
+  InputError. The inner draft may read the encoded source in the target's cache. It is not given the
+  text in that cache, which has the layout of a beam search (`layout`).
   """
 
   draft: Draft
@@ -324,10 +319,8 @@ def _with_target_log_probs(
 ) -> tuple[Float[Array, "B K top"], Int[Array, "B K top"]]:
   """Return continuations of each node: the target's if the node is verified, else the draft's.
 
-  Returns:
-    Log-probability of the text that ends with each continuation, and the token of the continuation.
-    Each node has `top` continuations: the larger of k and the number that the target has. The
-    log-probability is -inf for a missing continuation, and for one of the target that is EOS.
+  `top` is the larger of k and the number that the target has. The log-probability is that of the
+  text, and -inf for a missing continuation, and for one of the target that is EOS.
   """
   verified = context.verified
   size = max(log_probs.shape[2], verified.log_probs.shape[2])
@@ -353,10 +346,8 @@ def _top_continuations(
 ) -> tuple[Int[Array, "B {count}"], Int[Array, "B {count}"], Float[Array, "B {count}"]]:
   """Return the `count` most probable continuations of each row.
 
-  Returns:
-    For each continuation, the index of the node before it (0 to K - 1), its token, and the
-    log-probability of the text that ends with it. If there are fewer than `count` continuations,
-    the tokens of the missing ones are -1.
+  They are given by the index of the node before them (0 to K - 1), their token (-1 if there are
+  fewer than `count`), and the log-probability of the text that ends with them.
   """
   batch = len(log_probs)
   best, index = lax.top_k(log_probs.reshape(batch, -1), count)

@@ -141,16 +141,15 @@ class BeamSearchState(NamedTuple):
 class BeamSearcher(Settings):
   """Beam search for the most probable texts. It is hashable, and a pytree like `Decoder`.
 
-  Texts, their order and their scores do not depend on the draft, except for rounding: with a draft,
-  sums are computed in a different order. Texts that are equally probable up to rounding may
-  therefore change places.
+  Texts, their order and their scores do not depend on the draft, except for rounding: texts that
+  are equally probable up to rounding may change places.
 
   Attributes:
     target: M_p, the model whose most probable texts are searched for.
     draft: draft that searches ahead; `NullBeamDraft()` is plain beam search.
     num_beams: w, number of live sequences and of results per row.
     length_penalty: exponent of the divisor of log-probabilities (see `Scorer`); 0 for no penalty.
-      The exponent must not be negative, and the divisor must be below 1e30.
+      It must not be negative, and the divisor must be below 1e30.
     eos_id: token that ends a text, or several; None to use `target.eos_id`.
     scorer: "t5x" or "hf": the scores and rules of the search; see `Scorer`.
     early_stopping: see `Scorer`.
@@ -183,10 +182,6 @@ class BeamSearcher(Settings):
       max_new_tokens: maximum number of new tokens of each text, EOS included.
       limit: see `Decoder.run`.
       num_forced: see `Decoder.run`.
-
-    Raises:
-      InputError: a count is not positive, length_penalty is out of range, or the vocabulary has
-        fewer tokens than a step considers (two per beam if there is one EOS).
     """
     self._require_valid(prompt, max_new_tokens)
     # An integer would compile a separate program.

@@ -27,7 +27,6 @@ class Beams(NamedTuple):
 
   Attributes:
     tokens: tokens of the live sequences, including those before the search.
-    finished_tokens: tokens of the finished texts, EOS included.
     scores: log-probabilities of the finished texts, divided by `Scorer.divisor`.
     finished: whether each finished text exists; a row may have fewer than w of them.
     length: number of tokens of the live sequences.

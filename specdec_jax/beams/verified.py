@@ -87,14 +87,9 @@ def prune(
 ) -> tuple[VerifiedNodes, Int[Array, "B w"], Int[Array, "B {count}"]]:
   """Return the verified nodes to cache for the next pass: those that continue live beams.
 
-  These nodes are the verified last tokens of live beams and their verified descendants. If there
-  are more than `count`, the first `count` of them are returned.
-
-  Args:
-    depth: maximum number of levels of descendants.
-
-  Returns:
-    The cached nodes, `last_entries` renumbered, and the old entry of each cached node.
+  These nodes are the verified last tokens of live beams and their verified descendants, up to
+  `depth` levels. If there are more than `count`, the first `count` of them are returned. The other
+  results are `last_entries` renumbered, and the old entry of each cached node.
   """
   if not count:
     no_entries = jnp.zeros((len(last_entries), 0), jnp.int32)

@@ -316,7 +316,7 @@ def _token_before_end(prefixes: Prefixes, i: Any) -> Int[Array, "B K 1"]:
 def _occurring(
   tokens: Int[Array, "B K T"], exists: Bool[Array, "B K T"], vocab_size: int
 ) -> Bool[Array, "B K {vocab_size}"]:
-  """Return a mask of the tokens of the vocabulary that are in `tokens` where `exists` is true."""
+  """Return a mask of the vocabulary: the tokens that are in `tokens` where `exists` is true."""
 
   def occurring(row: Int[Array, " T"]) -> Bool[Array, " V"]:
     return jnp.zeros(vocab_size, bool).at[row].set(True, mode="drop")

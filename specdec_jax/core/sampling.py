@@ -226,11 +226,8 @@ def filtered(
 ) -> Float[Array, "*batch V"]:
   """Return probabilities after all filters of a `Sampling` except top-k.
 
-  Filters that are switched off are not compiled.
-
-  Args:
-    probs: softmax of the logits.
-    logits: logits after temperature and top-k, in float32, shifted so that their maximum is 0.
+  `probs` is the softmax of the logits after temperature and top-k. The logits are float32, shifted
+  so that their maximum is 0. Filters that are switched off are not compiled.
   """
 
   def apply(value: Any, neutral: float, keep: Callable[[], Array]) -> None:
@@ -300,8 +297,6 @@ def nearest(
   The mask has the fewest such tokens, and all tokens at the same distance as the last of them. No
   sort over the vocabulary is needed. Non-negative float32 numbers have the same order as their bits
   read as integers, so the distance of the last token is found bit by bit, in 31 sums.
-
-  On a CPU, the sums of a large vocabulary run over some of its tokens (`_threshold_of_columns`).
 
   Args:
     distances: float32, at least 0.

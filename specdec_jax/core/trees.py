@@ -62,10 +62,6 @@ class Tree:
     verify_lengths: for a chain that may end early (-1 is a token that was not proposed), the
       lengths for which a target forward pass is compiled, ascending, with gamma last. Empty for a
       tree that is always proposed as a whole.
-
-  Raises:
-    InputError: parents are not integers, a parent does not come before its child, or nodes are not
-      in level order with siblings adjacent.
   """
 
   parents: Sequence[int] = ()

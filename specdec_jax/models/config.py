@@ -21,7 +21,6 @@ class TransformerConfig:
     num_kv_heads: G, the number of heads of keys and values, each of which serves H / G heads of
       queries (grouped-query attention); None for H.
     head_dim: size of each head; `num_heads * head_dim` need not be `emb_dim`.
-    mlp_dim: hidden width of the feed-forward blocks.
     num_decoder_layers: L, the number of decoder layers.
     gated: whether feed-forward blocks are gated (two input projections), as in T5 1.1.
     activation: 'gelu' (tanh approximation), 'gelu_exact' (BART), 'relu' (T5 1.0) or 'silu'
@@ -42,8 +41,8 @@ class TransformerConfig:
     rope_theta: base of rotary position embeddings (Su et al., 2021); None for other positions.
     window: in layers 0, 2, 4 and so on, a token attends only to tokens whose distance is smaller
       than this number. None for no limit.
-    padded_vocab_size: number of rows of the embedding table, including padding (32,128 for the
-      32,100 pieces of T5); None if there is no padding. Logits of padding rows are dropped.
+    padded_vocab_size: number of rows of the embedding table, if it has padding (32,128 for the
+      32,100 pieces of T5). Logits of padding rows are dropped.
     num_output_tokens: number of tokens that have logits of their own, for a draft; the parameter
       `output_tokens` has their ids, and the probability of all other tokens is 0. None for all
       tokens. It needs untied logits.

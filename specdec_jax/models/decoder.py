@@ -139,17 +139,11 @@ class Decoder(nn.Module):
     first: Int[Array, ""] | int = 0,
     deterministic: bool = True,
   ) -> tuple[Float[Array, "B K V"], Float[Array, "B K states"], tuple[KeysValues, ...]]:
-    """Process a block of tokens.
+    """Process a block of tokens, as `core.types.Model.extend` does.
 
-    Args:
-      x: embedded tokens. With a cache they are nodes `first` to `first + K - 1` of `tree`.
-      embedding: table of token embeddings, for tied logits.
-      cached: for each layer, keys and values of the tokens before the block; None for no cache.
-      tree: positions and visibility of the nodes; None for a chain.
-      deterministic: False to apply dropout.
-
-    Returns:
-      Logits in float32, hidden states, and for each layer keys and values (see `DecoderLayer`).
+    `x` has the embedded tokens. Without a cache (`cached`), the block has all tokens. `embedding`
+    is used for tied logits only. Dropout is applied unless `deterministic`. Return logits in
+    float32, hidden states, and for each layer keys and values (see `DecoderLayer`).
     """
     cfg = self.config
     batch, block, _ = x.shape

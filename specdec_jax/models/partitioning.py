@@ -83,21 +83,16 @@ def make_mesh(model_parallel: int = 1, devices: Sequence[jax.Device] | None = No
 def param_shardings(
   shapes: Any, mesh: AnyMesh, rules: Rules = RULES, config: TransformerConfig | None = None
 ) -> Any:
-  """Return the sharding of each parameter.
+  """Return the sharding of each parameter, in a pytree with the structure of `shapes`.
 
-  An array is replicated along an axis whose size is not a multiple of the mesh axis. For example,
-  the attention of T5 1.1 small, which has 6 heads, is replicated across 4 devices. The size of an
-  axis of heads is its number of heads, so no head is divided. An array whose name is not in
-  PARAM_AXES is replicated, too.
-
-  Without `config`, the number of heads is inferred from the relative position bias. If a model has
-  no such bias, its attention kernels may be divided inside a head. The result is then still
-  correct, but devices communicate more.
+  An array is replicated along an axis whose size is not a multiple of the mesh axis, and if its
+  name is not in PARAM_AXES. The size of an axis of heads is its number of heads, so no head is
+  divided. Without `config`, that number is inferred from the relative position bias. Without such
+  a bias, heads may be divided: the result is still correct, but devices communicate more.
 
   Args:
     shapes: pytree of parameters, named as in t5x, or of their shapes (`jax.ShapeDtypeStruct`).
-    config: configuration of the model. `load_pair` passes it to the functions that it is given as
-      shardings.
+    config: configuration of the model; `load_pair` passes it to functions given as shardings.
 
   Raises:
     InputError: a rule names an unknown axis, or shards heads while `families.for_decoding` has
@@ -174,9 +169,8 @@ class PartitionedModel(WrappedModel):
 class PartitionedDraft(WrappedDraft):
   """Draft whose state and proposals are sharded across the devices of a mesh.
 
-  A sharding constraint is applied to q, too. Without it, the compiler would shard the logits of a
-  replicated draft by vocabulary, like those of the target, and devices would communicate in every
-  draft step.
+  A sharding constraint is applied to q, too. Otherwise the compiler would shard the logits of a
+  replicated draft by vocabulary, like the target's, and devices would communicate in every step.
   """
 
   mesh: AnyMesh

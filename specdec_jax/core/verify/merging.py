@@ -1,18 +1,14 @@
 """Token verification in which equal tokens of several drafts are merged. Exact.
 
 Several drafts in one tree (`drafts.several`) may propose the same token after the same text, with
-different continuations. SpecInfer (Miao et al., 2024) merges such nodes in a prefix
-tree. Above temperature 0, `core.verify.tokens` keeps them apart, and follows only the continuation
-of the node that it accepts.
+different continuations. SpecInfer (Miao et al., 2024) merges such nodes in a prefix tree. Above
+temperature 0, `core.verify.tokens` follows only the continuation of the node that it accepts.
 
 Here, the nodes after the text so far are verified in order, each with its own q, as in
 `core.verify.tokens`. If one of them is accepted, the text continues at all nodes with its token,
 also those that were rejected before or were not verified. This is exact: each node is verified
 against the residual of the ones before it, and the continuations were sampled independently of the
 outcome. It would not be exact to leave out a node because an earlier one has its token.
-
-At temperature 0 this gives the texts of the merged tree: a draft token is on the path if any draft
-proposed the target's tokens up to it.
 """
 
 import dataclasses
@@ -53,7 +49,6 @@ class Path(NamedTuple):
   """Path of accepted draft tokens.
 
   Attributes:
-    weights: weights of the token that follows.
     is_tried: whether each draft token was verified.
     r_x: residual probability of each draft token when it was verified.
   """

@@ -50,13 +50,10 @@ def packed_shape(
 def pack(kernel: np.ndarray, pairs: bool = False) -> np.ndarray:
   """Pack a matrix [E, F] in panels of PANEL columns. The last panel is padded with zeros.
 
-  Args:
-    pairs: whether to interleave rows for the instructions that multiply pairs of bfloat16 or groups
-      of four int8 values (`is_available`). E is padded with rows of zeros, to a multiple of 2 or 4.
-
-  Returns:
-    Panels [ceil(F / PANEL), E, PANEL]; with `pairs`, [ceil(F / PANEL), ceil(E / 2), 2 * PANEL], or
-    [ceil(F / PANEL), ceil(E / 4), 4 * PANEL] if the matrix is int8.
+  The result is [ceil(F / PANEL), E, PANEL]. With `pairs`, it is [ceil(F / PANEL), ceil(E / 2),
+  2 * PANEL], or [ceil(F / PANEL), ceil(E / 4), 4 * PANEL] if the matrix is int8: rows are
+  interleaved for the instructions that multiply pairs of bfloat16 or groups of four int8 values
+  (`is_available`), and E is padded with rows of zeros.
   """
   depth, width = kernel.shape
   shape = packed_shape(depth, width, pairs, kernel.dtype == np.int8)
