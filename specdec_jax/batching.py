@@ -39,14 +39,7 @@ class Rows(NamedTuple):
 
 
 class Texts(NamedTuple):
-  """Texts to decode.
-
-  Attributes:
-    prompt_of: function that returns the prompts of the texts with given indices, all padded to the
-      same width P.
-    lengths: number of tokens of each prompt.
-    limit: maximum number of new tokens of each text.
-  """
+  """Texts to decode. `prompt_of` returns the prompts of given texts, all padded to one width P."""
 
   prompt_of: Callable[[np.ndarray], AnyArray]
   lengths: Sequence[int]
@@ -68,11 +61,8 @@ def prefill(
 ) -> Rows:
   """Return the rows of a block before their first round; rows without a text are done.
 
-  Args:
-    max_new_tokens: maximum number of new tokens of each text, EOS included.
-    width: number of tokens of each source that encoders read; the others are padding. None if the
-      model is decoder-only, or to read all. It has no effect if the shape of another cache than a
-      `T5Cache` depends on it.
+  Encoders read `width` tokens of each source; the others are padding. With None they read all.
+  `width` has no effect if the shape of another cache than a `T5Cache` depends on it.
   """
 
   def init(width: int | None) -> DecodeState:
@@ -107,8 +97,7 @@ def fill(
 ) -> tuple[Rows, Rows, Int[Array, ""]]:
   """Exchange slots that are done for rows of a block, while there are such slots and waiting rows.
 
-  Args:
-    first: index of the first row of the block that waits.
+  The rows of the block from `first` on wait.
 
   Returns:
     The slots; the block, in which each used row now has the tokens and the rounds of the slot that
@@ -134,12 +123,10 @@ def run(
   min_active: Int[Array, ""] | int = 1,
   first: Int[Array, ""] | int = 0,
 ) -> tuple[Rows, Rows]:
-  """Run rounds, and `fill` the slots before each of them. Return slots and block as `fill` does.
+  """Run rounds, and `fill` the slots before each of them; return slots and block as `fill` does.
 
-  Args:
-    min_active: the loop ends when all rows of the block were used, and fewer slots than this have a
-      text that has not ended.
-    first: index of the first row of the block that waits.
+  The loop ends when all rows of the block were used, and fewer than `min_active` slots have a text
+  that has not ended.
   """
 
   def goes_on(carry: tuple[Rows, Rows, Array]) -> Array:

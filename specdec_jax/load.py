@@ -235,11 +235,9 @@ def _prompt_format(config: Config) -> tuple[bool, bool]:
 def frequent_tokens(vocabulary: Vocabulary, path: str, count: int) -> list[int]:
   """Return the most frequent tokens of a text file and EOS, in ascending order (FR-Spec).
 
-  A draft with these output tokens (`checkpoint_draft`) computes fewer logits. Its q is 0 for all
-  other tokens, so decoding remains exact.
-
-  Args:
-    path: text file with one output of the task per line.
+  The file has one output of the task per line. A draft with these output tokens
+  (`checkpoint_draft`) computes fewer logits. Its q is 0 for all other tokens, so decoding remains
+  exact.
   """
   require_count("count", count)
   counts = np.zeros(len(vocabulary), np.int64)

@@ -196,10 +196,8 @@ class Pair:
   def processors(self, generation: GenerationConfig) -> Processors:
     """Return the logits processors of a command's `generation`.
 
-    Commands do not apply the generation settings of the checkpoint; a warning names them.
-
-    Raises:
-      InputError: `generation` has settings other than those of logits processors.
+    Other settings in it raise InputError. Commands do not apply the generation settings of the
+    checkpoint; a warning names them.
     """
     others = [
       name for name in SETTINGS if name not in PROCESSORS and getattr(generation, name) is not None

@@ -23,11 +23,7 @@ from specdec_jax.errors import InputError, require_count, require_number
 
 
 def expected_tokens(alpha, gamma):
-  """Return E[tokens per round] = (1 - alpha^(gamma+1)) / (1 - alpha) (Equation 1).
-
-  Raises:
-    InputError: alpha is outside [0, 1], or gamma is not a whole number of at least 0.
-  """
+  """Return E[tokens per round] = (1 - alpha^(gamma+1)) / (1 - alpha) (Equation 1)."""
   alpha, gamma = _rate(alpha), np.asarray(gamma)
   if not np.all((gamma >= 0) & (gamma % 1 == 0)):
     raise InputError(f"gamma is {gamma}; the number of guesses is a whole number, at least 0.")
@@ -198,11 +194,10 @@ def text_improvement(
 ) -> float:
   """Return the speedup for texts of given lengths: Theorem 8 without its assumption of long texts.
 
-  Times are in units of the time of a target step.
+  `alpha` and `gamma` are those of `expected_rounds`. Times are in units of the time of a target
+  step.
 
   Args:
-    alpha: see `expected_rounds`.
-    gamma: number of draft tokens per round; for a tree, its depth.
     c: time of a draft step; for a tree, time to draft one level.
     verify_cost: v, the time of a target forward pass over the draft tokens, with verification.
     lengths: number of tokens of each text; or, for batches, of each row of each batch.
@@ -273,7 +268,6 @@ class ExecutionResult(NamedTuple):
 
   Attributes:
     y: the input of g, sampled from the distribution that f returned.
-    output: g(y).
     accepted: whether y is the guess, in which case g ran in parallel with f.
   """
 
@@ -291,9 +285,9 @@ def speculative_execution(
   """Sample y from f() and compute g(y). While f runs, g is started on a guess of y.
 
   The acceptance rule of Algorithm 1 (Appendix A.1) makes y a sample of p = f() for any distribution
-  q of the guess. Let F and G be the times of f and g. The call takes max(F, G) if the guess is
-  accepted, which has probability beta = sum_y min(p(y), q(y)), and F + G if it is rejected. On
-  average it takes beta max(F, G) + (1 - beta) (F + G), compared with F + G without speculation.
+  q of the guess. Let F and G be the times of f and g. On average the call takes
+  beta max(F, G) + (1 - beta) (F + G), where beta = sum_y min(p(y), q(y)) is the probability that
+  the guess is accepted. Without speculation it takes F + G.
 
   Args:
     f: function that returns p, the distribution of y: an array [V].

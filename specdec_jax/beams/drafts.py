@@ -131,12 +131,7 @@ class ModelBeamDraft(BeamDraft):
     object.__setattr__(self, "depth", self.draft.tree.depth)
 
   def num_draft_tokens(self, num_beams: int) -> int:
-    """Return N, the number of the draft's beams times the depth.
-
-    Raises:
-      InputError: the draft has fewer than `num_beams` beams, or more beams than its vocabulary has
-        tokens.
-    """
+    """Return N, the number of the draft's beams times the depth."""
     if self.num_beams < num_beams:
       raise InputError(
         f"The draft has {self.num_beams} beams and the search {num_beams}, all of which must be "

@@ -32,7 +32,6 @@ class BeamContext(NamedTuple):
     target_cache: cache of the target. Its layers have the layout of module `layout`; the encoded
       source is stored once per row.
     hidden: hidden state from which the target selected each last token.
-    verified: nodes that the target has verified in earlier passes.
     last_entries: index of each last token among the verified nodes; NO_ENTRY if it is not verified.
     start: number of tokens before the first generated one, with forced ones, for logits processors.
     limit: length that no text exceeds, for logits processors.

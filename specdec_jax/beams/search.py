@@ -92,13 +92,9 @@ class BeamResult(NamedTuple):
 
 
 class BeamState(NamedTuple):
-  """The part of the state that a step of the search changes.
+  """The part of the state that a step of the search changes; see also `BeamContext`.
 
   Attributes:
-    visible: mask of the slots of the tokens before each last token.
-    previous_tokens: last tokens of the live sequences one step earlier.
-    previous_visible: mask of the slots that the previous tokens attend to, their own included.
-    hidden: hidden state from which the target selected each last token.
     parent_entries: index, among the verified nodes, of the node before each last token.
   """
 
@@ -112,14 +108,11 @@ class BeamState(NamedTuple):
 
 
 class BeamSearchState(NamedTuple):
-  """State of a beam search between two rounds; see `BeamResult` for the last three fields.
+  """State of a beam search between two rounds; see also `BeamContext` and `BeamResult`.
 
   Attributes:
     prompt_length: number of committed tokens before the first round.
-    start: number of tokens before the first generated one: `prompt_length` and forced tokens.
     limit: maximum length of a text, including the tokens before the first round.
-    verified: nodes that the target has verified in earlier passes.
-    last_entries: index of each last token among the verified nodes; NO_ENTRY if it is not verified.
   """
 
   prompt: Int[Array, "B P"]
@@ -177,11 +170,11 @@ class BeamSearcher(Settings):
   ) -> BeamResult:
     """Run the search for a batch in one jitted program.
 
+    `limit` and `num_forced` are those of `Decoder.run`.
+
     Args:
       prompt: padded prompts. The texts of a row do not depend on its neighbors.
       max_new_tokens: maximum number of new tokens of each text, EOS included.
-      limit: see `Decoder.run`.
-      num_forced: see `Decoder.run`.
     """
     self._require_valid(prompt, max_new_tokens)
     # An integer would compile a separate program.

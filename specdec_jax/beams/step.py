@@ -29,7 +29,6 @@ class Beams(NamedTuple):
     tokens: tokens of the live sequences, including those before the search.
     scores: log-probabilities of the finished texts, divided by `Scorer.divisor`.
     finished: whether each finished text exists; a row may have fewer than w of them.
-    length: number of tokens of the live sequences.
   """
 
   tokens: Int[Array, "B w X"]
@@ -74,7 +73,6 @@ class Scorer(Settings):
   continuations of its step; at the limit, each of these w continuations finishes.
 
   Attributes:
-    kind: "t5x" or "hf".
     length_penalty: exponent; 0 for no penalty.
     early_stopping: for "hf", when a search with w finished texts ends. True: at once. False: when
       no live sequence, at its current length, has a better score than the worst of these texts.
@@ -112,7 +110,6 @@ def step(
   Args:
     tokens: most probable next tokens of each live sequence, in descending order of probability.
     log_probs: log-probability of each live sequence, extended by each of these tokens.
-    start: number of tokens before the first generated one.
 
   Returns:
     The beams after the step, and the index of the earlier beam that each live sequence continues.

@@ -87,8 +87,8 @@ class DecodeState(NamedTuple):
 class NullDraft(Draft):
   """Draft that takes no time. By default it proposes no tokens: decoding is autoregressive.
 
-  With a tree, every draft token is token 0. The time of a round is then the time of all
-  parts except drafting.
+  With a tree, every draft token is token 0. The time of a round is then the time of all parts
+  except drafting.
   """
 
   tree: AnyTree = chain(0)
@@ -150,8 +150,8 @@ class Decoder(Settings):
       num_samples: number of consecutive rows per prompt; rng, limit and num_forced are per row.
 
     Raises:
-      InputError: max_new_tokens is not a positive integer, rng is neither one key nor one per row,
-        the tree has too many levels or siblings, or there is not enough memory.
+      InputError: an argument is invalid, the tree has too many levels or siblings, or there is not
+        enough memory.
     """
     require_count("max_new_tokens", max_new_tokens)
     state = self.init(params, prompt, rng, max_new_tokens, limit, num_forced, num_samples)

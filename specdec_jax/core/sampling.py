@@ -256,7 +256,6 @@ def at_least(probs: Float[Array, "*batch V"], least: ArrayLike) -> Bool[Array, "
 
 
 def _information(probs: Float[Array, "*batch V"]) -> Float[Array, "*batch V"]:
-  """Return -log p of each token, infinite where p is 0."""
   return -jnp.log(probs)
 
 

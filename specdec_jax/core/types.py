@@ -363,8 +363,7 @@ class Verifier(Settings, abc.ABC):
   def with_lenience(self, lenience: float) -> "Verifier":
     """Return this verifier with a lenience (Appendix A.5); for lenience 1, return it unchanged.
 
-    Raises:
-      InputError: lenience is not 1, and this verifier does not support lenience.
+    A verifier that does not support lenience raises InputError.
     """
     if lenience == 1:
       return self

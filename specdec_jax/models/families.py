@@ -66,9 +66,8 @@ def for_decoding(
   One matrix computes queries, keys and values of self-attention, and one matrix both input
   projections of a gated feed-forward block. Tied logits get their own matrix, because a matmul with
   a transposed embedding table is slow on a CPU; the divisor of T5's tied logits is merged into the
-  norm before them. These matrices are copied, unless they are still on disk (`checkpoints`),
-  with a `concatenate` for them. If `config` is already fused, `config` and `params` are returned
-  unchanged.
+  norm before them. These matrices are copied, unless they are still on disk (`checkpoints`). If
+  `config` is already fused, `config` and `params` are returned unchanged.
   """
 
   def concatenate_layers(parts: dict[str, Any], *names: str) -> dict[str, Any]:

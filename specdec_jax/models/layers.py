@@ -215,9 +215,6 @@ class Attention(nn.Module):
 
   The projections are separate methods, so that the caller can cache keys and values. There are G
   heads of keys and values (`TransformerConfig.kv_heads`).
-
-  Attributes:
-    fused: whether queries, keys and values are computed by one matmul.
   """
 
   config: TransformerConfig

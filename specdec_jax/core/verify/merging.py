@@ -48,9 +48,7 @@ class MergingVerifier(Verifier):
 class Path(NamedTuple):
   """Path of accepted draft tokens.
 
-  Attributes:
-    is_tried: whether each draft token was verified.
-    r_x: residual probability of each draft token when it was verified.
+  `is_tried` says which draft tokens were verified, and `r_x` has their residual probabilities then.
   """
 
   end: Int[Array, " B"]
@@ -68,8 +66,7 @@ def follow(
 ) -> Path:
   """Follow the accepted draft tokens from the last committed token on.
 
-  Args:
-    u: uniform number of each draft token; the token is accepted if u q(x) < r(x).
+  A draft token x is accepted if u q(x) < r(x) for its uniform number u.
   """
   batch = len(tokens)
   q_x = gather_token(q, tokens)

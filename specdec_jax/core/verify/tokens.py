@@ -55,11 +55,7 @@ class TokenVerifier(Verifier):
   def verify(
     self, rng: Key[Array, " B"], tree: AnyTree, proposal: Proposal, logits: Float[Array, "B K V"]
   ) -> Verification:
-    """Verify a proposal with the target's logits at the nodes of its tree.
-
-    Raises:
-      InputError: lenience is below 1 and the tree is dynamic.
-    """
+    """Verify a proposal with the target's logits at the nodes of its tree."""
     if self.sampling.is_argmax and self.lenience == 1:
       return follow(tree, proposal.tokens, argmax(logits))
     p, always_accepted = distribution(logits, self.sampling), None

@@ -101,7 +101,6 @@ def attend(
   Args:
     queries: [B, K, H, D], with heads of size D.
     keys: [B, G, T, D], where G divides H. Head h of the queries reads group h // (H / G).
-    values: [B, G, T, D].
     bias: [B or 1, H or 1, K or 1, T], added to the logits.
     masked: bias of a masked slot, a large negative number. Slots whose bias is below half of it are
       skipped. A query whose slots are all masked attends to all slots.
