@@ -270,10 +270,7 @@ def decode_all(
   num_slots: int,
   max_new_tokens: int,
 ) -> DecodeResult:
-  """Decode M texts with a given number of slots, in one program.
-
-  See `Decoder.run` for the arguments. The result has the order of the texts.
-  """
+  """Decode M texts with a given number of slots, in one program; see `Decoder.run`."""
   num_texts = len(prompt)
   rows = jnp.arange(-(-num_texts // num_slots) * num_slots + num_slots)  # the last block is empty
   rows = rows.reshape(-1, num_slots)

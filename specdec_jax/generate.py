@@ -231,10 +231,7 @@ def stream(
 def generation_config(
   pair: Pair, task: str | None, settings: Mapping[str, Any]
 ) -> tuple[GenerationConfig, str]:
-  """Return the settings of a call of `generate`, and the prefix of each source.
-
-  `settings` take precedence over those of the task and of the checkpoint.
-  """
+  """Return the settings of a call of `generate`, and the prefix of each source."""
   defaults = {name: value for name, value in pair.target.generation.items() if name in SETTINGS}
   prefix = ""
   if task is not None:

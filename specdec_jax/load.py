@@ -438,10 +438,7 @@ def _laid_out(config: Config, shardings: ShardingsFn, kernels: str) -> Config:
 
 
 def _generation(checkpoint: Checkpoint, vocabulary: Vocabulary) -> dict[str, Any]:
-  """Return the generation settings of a checkpoint, and warn of those that are not supported.
-
-  Its EOS ids within the vocabulary are included if one of them is not the EOS of `vocabulary`.
-  """
+  """Return the generation settings of a checkpoint, and warn of those that are not supported."""
   settings = {**checkpoint.generation.settings}
   ignored = {name: value for name, value in settings.items() if name not in SETTINGS}
   if ignored:

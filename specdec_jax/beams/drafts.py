@@ -108,9 +108,7 @@ class NullBeamDraft(BeamDraft):
 class ModelBeamDraft(BeamDraft):
   """Draft that runs a beam search with a draft model, starting from the target's live beams.
 
-  At nodes that the target has already verified, the search uses the target's log-probabilities. For
-  example, if the last tokens of all live beams except one are verified, the draft model predicts
-  only the continuations of that one in the first step.
+  At nodes that the target has already verified, the search uses the target's log-probabilities.
 
   The draft model does not process the last level that it proposes. If tokens of that level are
   committed, the first forward pass of the next round covers them, before the last tokens.
@@ -118,7 +116,6 @@ class ModelBeamDraft(BeamDraft):
   Attributes:
     draft: draft that proposes a chain of gamma tokens with M_q. The draft's search has gamma steps.
     num_beams: u, the number of beams of the draft.
-    max_nodes: maximum number of nodes per target forward pass; None for no limit.
   """
 
   draft: ModelBasedDraft

@@ -29,10 +29,7 @@ from specdec_jax.core.types import Model
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class PlacedNodes:
-  """Nodes with an explicit attention mask over cache slots; a `core.trees.NodeLayout`.
-
-  The fields are those of `NodePlacement`.
-  """
+  """`NodeLayout` with an explicit attention mask; the fields are those of `NodePlacement`."""
 
   positions: Int[Array, "B K"]
   key_positions: Int[Array, "B T"]

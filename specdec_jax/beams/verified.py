@@ -30,7 +30,6 @@ class VerifiedNodes(NamedTuple):
     continuations: the most probable tokens after each node, most probable first. There are 2w per
       node if there is one EOS, and more if there are several.
     log_probs: the target's log-probability of the text that ends with each continuation.
-    hidden: the target's hidden state at each node.
   """
 
   tokens: Int[Array, "B J"]

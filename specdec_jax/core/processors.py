@@ -261,11 +261,7 @@ class ForcedTokens(LogitsProcessor):
 
 @dataclasses.dataclass(frozen=True)
 class ForcedPrefix(LogitsProcessor):
-  """Force the first tokens of each output (`decoder_input_ids`).
-
-  Attributes:
-    tokens: [B, F], forced tokens of each row, padded at the end with -1.
-  """
+  """Force the first tokens of each output: `tokens` [B, F], padded at the end with -1."""
 
   tokens: HashableArray | Array = traced(HashableArray(np.zeros((1, 0), np.int32)))
 

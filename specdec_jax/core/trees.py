@@ -192,8 +192,6 @@ class DynamicTree:
   Therefore all draft tokens of the tree must be selected deterministically. Siblings must differ.
 
   Attributes:
-    num_draft_tokens: N, the number of draft tokens.
-    depth: D, the maximum number of draft tokens on a path.
     parents: [B, N], the earlier node that each draft token follows; None outside of a round.
   """
 

@@ -120,10 +120,7 @@ def param_shardings(
 
 
 def state_shardings(state: Any, mesh: AnyMesh, rules: Rules = RULES) -> Any:
-  """Return the sharding of each array of a cache, a `Proposal` or a `core.decode.DecodeState`.
-
-  An array is replicated along an axis whose size is not a multiple of the mesh axis.
-  """
+  """Return the sharding of each array of a cache, a `Proposal` or a `core.decode.DecodeState`."""
   return _shardings(state, STATE_AXES, mesh, rules)
 
 

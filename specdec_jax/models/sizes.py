@@ -311,11 +311,7 @@ def sizes_of(family: str) -> tuple[str, ...]:
 
 
 def named_config(version: str | float, size: str, **overrides) -> T5Config | GPTConfig:
-  """Return the published configuration of an encoder-decoder or of a decoder-only model.
-
-  `version` is a version of T5 (see `t5_config`) or a family (see `encoder_decoder_config` and
-  `gpt_config`).
-  """
+  """Return a published configuration, given a version of T5 or a family, and a size of it."""
   version = version_name(version)
   if version in _SIZES:
     return t5_config(size, version, **overrides)
