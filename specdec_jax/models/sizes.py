@@ -311,7 +311,7 @@ def sizes_of(family: str) -> tuple[str, ...]:
 
 
 def named_config(version: str | float, size: str, **overrides) -> T5Config | GPTConfig:
-  """Return a published configuration, given a version of T5 or a family, and a size of it."""
+  """Return the published configuration of one size of a T5 version or of another family."""
   version = version_name(version)
   if version in _SIZES:
     return t5_config(size, version, **overrides)
