@@ -42,10 +42,6 @@ class Pair:
     task: name of the inputs, for records; None if it is not known.
     max_source_tokens: maximum number of tokens of a source. Longer sources are truncated, but keep
       the special tokens at their end, such as EOS.
-
-  Raises:
-    InputError: `max_source_tokens` is not positive, or the draft reads layers of a target that has
-      none.
   """
 
   target: Loaded
@@ -154,13 +150,11 @@ class Pair:
     """Return the speculative decoder of this pair. Its methods take the `params` of this pair.
 
     Args:
-      sampling: sampling method of target and draft.
       tree: tree of draft tokens; `chain(gamma)` for the paper's algorithm. If the tree has no draft
         tokens, decoding is autoregressive.
       lenience: lenience of the verifier (Appendix A.5); 1 is exact.
       eos_id: token that ends a text, or several; None for the vocabulary's.
       processors: logits processors; they apply to the target, and to a draft that has logits.
-      logprobs: whether results have log-probabilities.
 
     Raises:
       InputError: the verifier does not support lenience, or cannot verify the draft's proposals.
@@ -195,20 +189,15 @@ class Pair:
     eos_id: int | None = None,
     processors: Processors = (),
   ) -> Callable[..., DecodeResult]:
-    """Return a function that decodes with `decoder(...)` and the parameters of this pair.
-
-    The arguments of the function are (prompt [B, P], rng [B], *, max_new_tokens).
-    """
+    """Return `decoder(...).run` with the parameters of this pair bound."""
     decoder = self.decoder(sampling, tree, lenience, eos_id, processors)
     return functools.partial(decoder.run, self.params)
 
   def processors(self, generation: GenerationConfig) -> Processors:
     """Return the logits processors of a command's `generation`.
 
-    Commands do not apply the generation settings of the checkpoint; a warning names them.
-
-    Raises:
-      InputError: `generation` has settings other than those of logits processors.
+    Other settings in it raise InputError. Commands do not apply the generation settings of the
+    checkpoint; a warning names them.
     """
     others = [
       name for name in SETTINGS if name not in PROCESSORS and getattr(generation, name) is not None
@@ -240,19 +229,15 @@ class Pair:
     """Return the beam searcher of this pair. Its methods take the `params` of this pair.
 
     Args:
-      num_beams: number of live sequences, and of results per row.
       gamma: number of steps that the draft searches ahead in each round; 0 is plain beam search.
       draft_beams: number of beams of a draft that is a model; defaults to `num_beams`. Any other
         draft proposes a chain after each live sequence.
-      length_penalty: see `BeamSearcher`.
       nodes: maximum number of nodes per target forward pass, if the draft is a model. By default
-        there is no limit, except on a CPU, where each node takes time: there the default is 8, or
-        the number of nodes that one step needs if that is larger.
-      processors: logits processors; they apply to the target, and to a draft that has logits.
+        8 on a CPU, where each node takes time, or what one step needs if that is more; elsewhere
+        there is no limit.
 
     Raises:
-      InputError: the acceptance of the target is simulated, or gamma or draft_beams is out of
-        range.
+      InputError: the acceptance of the target is simulated, or gamma or draft_beams is invalid.
     """
     if self.simulated_alpha is not None:
       raise InputError("A target whose acceptance is simulated has no texts to search for.")
@@ -280,12 +265,7 @@ class Pair:
     return self.draft.build(sampling, tree, DraftOptions()).tree if tree.num_draft_tokens else tree
 
   def verifier_for(self, sampling: Sampling, lenience: float = 1.0) -> Verifier:
-    """Return the verifier for a sampling method, with lenience (Appendix A.5) if it is below 1.
-
-    Raises:
-      InputError: lenience is below 1 and the verifier does not support it, or lenience is outside
-        (0, 1].
-    """
+    """Return the verifier for a sampling method, with lenience (Appendix A.5) if it is below 1."""
     return self.verifier(sampling).with_lenience(lenience)
 
   def require_batch_size(self, batch_size: object) -> None:
@@ -306,10 +286,7 @@ class Pair:
     return jnp.asarray(padded(rows, width, self.vocabulary.pad_id))
 
   def encode(self, text: str) -> list[int]:
-    """Return the token ids of a source, of which there are at most `max_source_tokens`.
-
-    A truncated source keeps the special tokens at its end, which are EOS for most models.
-    """
+    """Return the token ids of a source, truncated as `max_source_tokens` says."""
     ids, most = self.vocabulary.encode(text), self.max_source_tokens
     if len(ids) <= most:
       return ids

@@ -82,8 +82,6 @@ class BeamDraft(Settings, abc.ABC):
     """Return the state of the draft after a round; by default it does not change.
 
     Args:
-      state: state that `propose` returned.
-      context: context of the round.
       path: draft tokens that the steps of the round extended, as nodes of the forest: w for each of
         steps 2 to D + 1. Step 1, which extends the last tokens from before the round, is left out.
         Entries past the last step of a row are arbitrary.
@@ -110,9 +108,7 @@ class NullBeamDraft(BeamDraft):
 class ModelBeamDraft(BeamDraft):
   """Draft that runs a beam search with a draft model, starting from the target's live beams.
 
-  At nodes that the target has already verified, the search uses the target's log-probabilities. For
-  example, if the last tokens of all live beams except one are verified, the draft model predicts
-  only the continuations of that one in the first step.
+  At nodes that the target has already verified, the search uses the target's log-probabilities.
 
   The draft model does not process the last level that it proposes. If tokens of that level are
   committed, the first forward pass of the next round covers them, before the last tokens.
@@ -120,7 +116,6 @@ class ModelBeamDraft(BeamDraft):
   Attributes:
     draft: draft that proposes a chain of gamma tokens with M_q. The draft's search has gamma steps.
     num_beams: u, the number of beams of the draft.
-    max_nodes: maximum number of nodes per target forward pass; None for no limit.
   """
 
   draft: ModelBasedDraft
@@ -133,12 +128,7 @@ class ModelBeamDraft(BeamDraft):
     object.__setattr__(self, "depth", self.draft.tree.depth)
 
   def num_draft_tokens(self, num_beams: int) -> int:
-    """Return N, the number of draft tokens: the number of the draft's beams times the depth.
-
-    Raises:
-      InputError: the draft has fewer than `num_beams` beams, or more beams than its vocabulary has
-        tokens.
-    """
+    """Return N, the number of the draft's beams times the depth."""
     if self.num_beams < num_beams:
       raise InputError(
         f"The draft has {self.num_beams} beams and the search {num_beams}, all of which must be "
@@ -153,12 +143,7 @@ class ModelBeamDraft(BeamDraft):
     return self.num_beams * self.depth
 
   def num_nodes(self, num_beams: int) -> int:
-    """Return M, the maximum number of nodes per target forward pass; it is at most `max_nodes`.
-
-    Raises:
-      InputError: `max_nodes` is not an integer or is less than `num_beams`, or `num_draft_tokens`
-        raises InputError.
-    """
+    """Return M, the maximum number of nodes per target forward pass; it is at most `max_nodes`."""
     num_nodes = super().num_nodes(num_beams)
     if self.max_nodes is None:
       return num_nodes
@@ -244,16 +229,11 @@ class ModelBeamDraft(BeamDraft):
 
 @dataclasses.dataclass(frozen=True)
 class TreeBeamDraft(BeamDraft):
-  """Draft that proposes a tree after each beam, with an inner draft that has no state.
+  """Draft that proposes a tree after each beam, with an inner draft for temperature 0.
 
-  The inner draft may read the encoded source in the target's cache. It is not given the text in
-  that cache, which has the layout of a beam search (`layout`).
-
-  Attributes:
-    draft: the inner draft, for temperature 0. Each beam is one of its rows.
-
-  Raises:
-    InputError: (in `propose`) the inner draft has a state.
+  Each beam is a row of the inner draft, which must have no state; otherwise `propose` raises
+  InputError. The inner draft may read the encoded source in the target's cache. It is not given the
+  text in that cache, which has the layout of a beam search (`layout`).
   """
 
   draft: Draft
@@ -315,10 +295,8 @@ class TreeBeamDraft(BeamDraft):
 def beam_draft(draft: Draft, num_beams: int, max_nodes: int | None) -> BeamDraft:
   """Return a draft for beam search: a search with its model, or else a tree after each beam.
 
-  Args:
-    draft: draft for temperature 0, with a chain of gamma tokens.
-    num_beams: number of beams of a draft that searches with its model.
-    max_nodes: see `ModelBeamDraft`.
+  `draft` is for temperature 0, with a chain of gamma tokens. The other arguments are those of
+  `ModelBeamDraft`.
   """
   if isinstance(draft, ModelBasedDraft):
     return ModelBeamDraft(draft, num_beams, max_nodes)
@@ -333,16 +311,8 @@ def _with_target_log_probs(
 ) -> tuple[Float[Array, "B K top"], Int[Array, "B K top"]]:
   """Return continuations of each node: the target's if the node is verified, else the draft's.
 
-  Args:
-    context: context of the round.
-    entries: index of each node among the verified nodes; NO_ENTRY if it is not verified.
-    log_probs: the draft's log-probability of the text that ends with each continuation.
-    tokens: the draft's most probable tokens after each node.
-
-  Returns:
-    Log-probability of the text that ends with each continuation, and the token of the continuation.
-    Each node has `top` continuations: the larger of k and the number that the target has. The
-    log-probability is -inf for a missing continuation, and for one of the target that is EOS.
+  `top` is the larger of k and the number that the target has. The log-probability is that of the
+  text, and -inf for a missing continuation, and for one of the target that is EOS.
   """
   verified = context.verified
   size = max(log_probs.shape[2], verified.log_probs.shape[2])
@@ -368,10 +338,8 @@ def _top_continuations(
 ) -> tuple[Int[Array, "B {count}"], Int[Array, "B {count}"], Float[Array, "B {count}"]]:
   """Return the `count` most probable continuations of each row.
 
-  Returns:
-    For each continuation, the index of the node before it (0 to K - 1), its token, and the
-    log-probability of the text that ends with it. If there are fewer than `count` continuations,
-    the tokens of the missing ones are -1.
+  They are given by the index of the node before them (0 to K - 1), their token (-1 if there are
+  fewer than `count`), and the log-probability of the text that ends with them.
   """
   batch = len(log_probs)
   best, index = lax.top_k(log_probs.reshape(batch, -1), count)

@@ -57,10 +57,7 @@ class DecodeState(NamedTuple):
   """State of the decoding loop between two rounds; the other fields are those of `Context`.
 
   Attributes:
-    done: whether a row has ended.
     rng: key of each row, from which the keys of its rounds or positions are derived.
-    draft_state: state of the draft.
-    rounds: data of the rounds so far.
     num_rounds: number of rounds since each row began.
     not_finite: see `DecodeResult`; also for `log_probs`, whose slots are those of `tokens`.
   """
@@ -90,11 +87,8 @@ class DecodeState(NamedTuple):
 class NullDraft(Draft):
   """Draft that takes no time. By default it proposes no tokens: decoding is autoregressive.
 
-  With a tree, every draft token is token 0. The time of a round is then the time of all
-  parts except drafting.
-
-  Attributes:
-    tree: tree of the proposals.
+  With a tree, every draft token is token 0. The time of a round is then the time of all parts
+  except drafting.
   """
 
   tree: AnyTree = chain(0)
@@ -147,8 +141,6 @@ class Decoder(Settings):
     """Decode a batch in one jitted program.
 
     Args:
-      params: parameters of target and draft.
-      prompt: padded prompts.
       rng: one key per row, so that a row does not depend on its neighbors; or one key, which is
         split. A key is made by `jax.random.key` or `PRNGKey`.
       max_new_tokens: maximum number of new tokens of each row, EOS included.
@@ -158,8 +150,8 @@ class Decoder(Settings):
       num_samples: number of consecutive rows per prompt; rng, limit and num_forced are per row.
 
     Raises:
-      InputError: max_new_tokens is not a positive integer, rng is neither one key nor one per row,
-        the tree has too many levels or siblings, or there is not enough memory.
+      InputError: an argument is invalid, the tree has too many levels or siblings, or there is not
+        enough memory.
     """
     require_count("max_new_tokens", max_new_tokens)
     state = self.init(params, prompt, rng, max_new_tokens, limit, num_forced, num_samples)
@@ -313,7 +305,6 @@ class Decoder(Settings):
     verification: Verification,
     emitted: Int[Array, "B emitted"],
   ) -> Float[Array, "B emitted 2"]:
-    """Return the log-probabilities of the tokens of a round; see `DecodeResult`."""
     # Each token was sampled at the node before it.
     nodes, path = jnp.broadcast_to(jnp.arange(emitted.shape[1]), emitted.shape), verification.path
     if path is not None:
@@ -394,7 +385,6 @@ def _recorded(
   verification: Verification,
   num_emitted: Int[Array, " B"],
 ) -> Rounds:
-  """Return the data of the rounds so far, including this one."""
   # With an adaptive gamma a round may propose fewer tokens than the arrays have room for.
   missing = state.rounds.draft_tokens.shape[-1] - proposal.tokens.shape[1]
   record = Rounds(

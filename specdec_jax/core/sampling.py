@@ -146,9 +146,6 @@ def sample_siblings(
   leave only earlier siblings, the most probable remaining token is selected deterministically.
 
   Args:
-    rng: one key per row.
-    logits: logits at each node.
-    sampling: sampling method, which turns logits into q.
     counts: number of children of each node.
     independent: whether to sample siblings independently, with replacement.
     coupled: whether to sample without replacement by selecting the largest `perturbed` logits.
@@ -229,10 +226,8 @@ def filtered(
 ) -> Float[Array, "*batch V"]:
   """Return probabilities after all filters of a `Sampling` except top-k.
 
-  Args:
-    probs: softmax of the logits.
-    logits: logits after temperature and top-k, in float32, shifted so that their maximum is 0.
-    sampling: the sampling method. Filters that are switched off are not compiled.
+  `probs` is the softmax of the logits after temperature and top-k. The logits are float32, shifted
+  so that their maximum is 0. Filters that are switched off are not compiled.
   """
 
   def apply(value: Any, neutral: float, keep: Callable[[], Array]) -> None:
@@ -261,7 +256,6 @@ def at_least(probs: Float[Array, "*batch V"], least: ArrayLike) -> Bool[Array, "
 
 
 def _information(probs: Float[Array, "*batch V"]) -> Float[Array, "*batch V"]:
-  """Return -log p of each token, infinite where p is 0."""
   return -jnp.log(probs)
 
 
@@ -302,8 +296,6 @@ def nearest(
   The mask has the fewest such tokens, and all tokens at the same distance as the last of them. No
   sort over the vocabulary is needed. Non-negative float32 numbers have the same order as their bits
   read as integers, so the distance of the last token is found bit by bit, in 31 sums.
-
-  On a CPU, the sums of a large vocabulary run over some of its tokens (`_threshold_of_columns`).
 
   Args:
     distances: float32, at least 0.
@@ -358,7 +350,6 @@ def _threshold_of_columns(
 
 
 def _bits(distances: Float[Array, "*batch V"]) -> Int[Array, "*batch V"]:
-  """Return the bits of non-negative float32 numbers, as integers, which have the same order."""
   return lax.bitcast_convert_type(distances, jnp.int32)
 
 

@@ -62,10 +62,6 @@ class Tree:
     verify_lengths: for a chain that may end early (-1 is a token that was not proposed), the
       lengths for which a target forward pass is compiled, ascending, with gamma last. Empty for a
       tree that is always proposed as a whole.
-
-  Raises:
-    InputError: parents are not integers, a parent does not come before its child, or nodes are not
-      in level order with siblings adjacent.
   """
 
   parents: Sequence[int] = ()
@@ -88,9 +84,6 @@ class Tree:
     """Return the tree given by the path to each node: one rank per depth, as in Medusa.
 
     For example, (0,), (1,), (0, 0) are two children of node 0, the first of which has a child.
-
-    Raises:
-      InputError: a parent or earlier sibling is missing, or `paths` are not sequences of integers.
     """
     nodes: list[tuple[int, ...]] = [()]
     nodes += sorted({tuple(path) for path in paths}, key=lambda path: (len(path), path))
@@ -199,8 +192,6 @@ class DynamicTree:
   Therefore all draft tokens of the tree must be selected deterministically. Siblings must differ.
 
   Attributes:
-    num_draft_tokens: N, the number of draft tokens.
-    depth: D, the maximum number of draft tokens on a path.
     parents: [B, N], the earlier node that each draft token follows; None outside of a round.
   """
 
@@ -272,9 +263,7 @@ def _place_tree(
 def reach(parents: Int[Array, "B K"], depth: int) -> Bool[Array, "B K K"]:
   """Return a mask that is True at [:, i, j] if node j is node i or one of its ancestors.
 
-  Args:
-    parents: parent of each node; a root is its own parent.
-    depth: maximum distance between a node and an ancestor.
+  A root is its own parent. `depth` is the maximum distance between a node and an ancestor.
   """
   num_nodes = parents.shape[1]
   near = jnp.minimum(jax.nn.one_hot(parents, num_nodes) + jnp.eye(num_nodes), 1)

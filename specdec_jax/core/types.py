@@ -73,8 +73,6 @@ class Model(Protocol):
     """Process the prompt.
 
     Args:
-      params: parameters of the model.
-      prompt: see `prompt_tokens`.
       num_slots: number of slots of the cache. It includes room for a block past the end of the
         text, so that no write is clamped into slots in use.
 
@@ -94,7 +92,6 @@ class Model(Protocol):
     """Run the model over a block of tokens.
 
     Args:
-      params: parameters of the model.
       cache: keys and values of the tokens before the block.
       tokens: nodes `first` to `first + K - 1` of `tree`. The cache has the earlier nodes in the
         slots from `cache.length` on.
@@ -122,11 +119,7 @@ class Model(Protocol):
 
 @dataclasses.dataclass(frozen=True)
 class WrappedModel:
-  """Base class of a model that wraps another model and changes some of its methods.
-
-  Attributes:
-    model: the wrapped model.
-  """
+  """Base class of a model that wraps another model and changes some of its methods."""
 
   model: Model
 
@@ -235,10 +228,8 @@ class Outcome(NamedTuple):
   """Everything a draft can learn from a round.
 
   Attributes:
-    proposal: the proposal of the draft.
     logits: logits of the target at each node, after logits processors.
     hidden: hidden states of the target at each node.
-    verification: result of the verifier.
     num_emitted: number of tokens added to the text; those past EOS or the limit are dropped.
     length: number of committed tokens after the round.
   """
@@ -290,8 +281,6 @@ class Draft(Settings, abc.ABC):
     """Return the state of the draft before the first round; by default it is empty.
 
     Args:
-      params: parameters of the draft.
-      context: context of the first round.
       hidden: hidden states of the target at the committed tokens.
     """
     return ()
@@ -303,14 +292,9 @@ class Draft(Settings, abc.ABC):
     """Propose tokens that follow the committed ones.
 
     Args:
-      params: parameters of the draft.
       state: state of the draft. A draft with a cache rolls back rejected tokens itself; see
         `Model`.
-      context: context of the round.
       rng: one key per row, which no other round has.
-
-    Returns:
-      The proposal, and the new state.
     """
 
   def observe(self, params: Any, state: Any, outcome: Outcome) -> Any:
@@ -320,11 +304,7 @@ class Draft(Settings, abc.ABC):
 
 @dataclasses.dataclass(frozen=True)
 class WrappedDraft(Draft):
-  """Base class of a draft that wraps another draft, uses its state and changes some methods.
-
-  Attributes:
-    draft: the wrapped draft.
-  """
+  """Base class of a draft that wraps another draft, uses its state and changes some methods."""
 
   draft: Draft
 
@@ -383,8 +363,7 @@ class Verifier(Settings, abc.ABC):
   def with_lenience(self, lenience: float) -> "Verifier":
     """Return this verifier with a lenience (Appendix A.5); for lenience 1, return it unchanged.
 
-    Raises:
-      InputError: lenience is not 1, and this verifier does not support lenience.
+    A verifier that does not support lenience raises InputError.
     """
     if lenience == 1:
       return self
@@ -432,7 +411,6 @@ class DecodeResult(NamedTuple):
   Attributes:
     tokens: new tokens, EOS included; 0 past the end of a row.
     lengths: number of new tokens of each row, EOS included.
-    rounds: data of the rounds.
     num_rounds: number of rounds until the last row ended; each has one target forward pass.
     not_finite: index of the first new token that could not be decoded, because the target's logits
       had NaN, +inf or no finite value, or q was not finite; -1 if none. The row ends before it.
@@ -455,7 +433,6 @@ class Loaded:
   Attributes:
     name: name of the target in records.
     model: M_p.
-    params: parameters of the model.
     vocabulary: vocabulary of target and draft.
     path: checkpoint, for records; None if there is none.
     generation: generation settings of the checkpoint, by field of `GenerationConfig`.
@@ -488,7 +465,6 @@ class DraftSpec:
     name: name of the draft in records.
     build: function of (sampling, tree, options) that returns the draft; the default of `options`
       is `DraftOptions()`.
-    params: parameters of the draft.
     path: checkpoint, for records; None if there is none, or several.
     features: decoder layers of the target whose outputs the draft reads as the target's hidden
       states; by default, it reads the states after the final norm, or none.

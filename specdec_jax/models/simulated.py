@@ -20,12 +20,7 @@ CERTAIN = 1e9  # added to a logit; exp(-CERTAIN / temperature) is exactly 0 in f
 
 @struct.dataclass
 class SimulatedCache:
-  """Cache of a `SimulatedModel`: the cache of its model, and a hash of the prompt of each row.
-
-  Attributes:
-    model: cache of the wrapped model.
-    salt: hash of each prompt.
-  """
+  """Cache of a `SimulatedModel`: the cache of its model, and a hash of the prompt of each row."""
 
   model: Any
   salt: UInt[Array, " B"]
@@ -40,23 +35,17 @@ class SimulatedCache:
 class SimulatedModel(WrappedModel):
   """Target that runs `model`, and adjusts its logits so that `alpha` is the acceptance rate.
 
-  The logits at the parent of a draft token make p(token) either 1 or 0. A pseudo-random function of
-  the prompt, the position and the token decides which. Acceptance therefore does not depend on q or
-  on the sampling method, and it is independent between positions, as Equation 1 assumes. If several
-  siblings would be accepted, only the first of them has p = 1.
-
-  At nodes without children, and after a rejection, the next token has the model's own distribution,
-  except that EOS and rejected tokens are impossible. So each text has the maximum length. A draft
-  token that is EOS is always rejected; `alpha` applies to all others. The texts have no meaning.
+  A pseudo-random function of the prompt, the position and the token decides whether a draft token
+  has p = 1 or p = 0. Acceptance therefore does not depend on q or on the sampling method, and is
+  independent between positions, as Equation 1 assumes. If several siblings would have p = 1, only
+  the first of them does. At nodes without children, and after a rejection, the next token has the
+  model's own distribution, but EOS and rejected tokens are impossible, so each text has the maximum
+  length.
 
   Attributes:
-    model: the wrapped model, M_p.
-    alpha: probability that a draft token is accepted, in [0, 1].
+    alpha: probability that a draft token other than EOS is accepted, in [0, 1].
     eos_id: id of EOS of the target; -1 if it has no EOS.
     seed: seed of the pseudo-random function.
-
-  Raises:
-    InputError: alpha is outside [0, 1]; or (in `extend`) the tree is dynamic.
   """
 
   alpha: float

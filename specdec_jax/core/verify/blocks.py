@@ -34,11 +34,7 @@ from specdec_jax.core.verify.tokens import follow, validated_q
 
 @dataclasses.dataclass(frozen=True)
 class BlockVerifier(Verifier):
-  """Verifier that verifies all draft tokens jointly; see the module docstring.
-
-  Attributes:
-    sampling: sampling method, which turns the target's logits into p.
-  """
+  """Verifier that verifies all draft tokens jointly; see the module docstring."""
 
   sampling: Sampling
 
@@ -55,14 +51,7 @@ class BlockVerifier(Verifier):
 def traverse(
   rng: Key[Array, " B"], tree: Tree, proposal: Proposal, p: Float[Array, "B K V"]
 ) -> Verification:
-  """Verify draft tokens so that emitted tokens have the target's distribution.
-
-  Args:
-    rng: one key per row.
-    tree: shape of the proposal.
-    proposal: draft tokens and their q.
-    p: the target's distribution after each node, by the sampling method of the output.
-  """
+  """Verify draft tokens so that emitted tokens have the target's distribution."""
   q = validated_q(tree, proposal, p)
   accept_rng, next_rng = split_rows(rng)
   u = uniform_rows(accept_rng, tree.num_nodes)

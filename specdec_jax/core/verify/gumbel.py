@@ -28,11 +28,7 @@ from specdec_jax.core.verify.tokens import follow
 
 @dataclasses.dataclass(frozen=True)
 class GumbelVerifier(Verifier):
-  """Verifier that accepts draft tokens that equal the target's samples; see the module docstring.
-
-  Attributes:
-    sampling: sampling method, which turns the target's logits into p.
-  """
+  """Verifier that accepts draft tokens that equal the target's samples (module docstring)."""
 
   sampling: Sampling
   allows_short_proposals = True

@@ -26,11 +26,7 @@ from specdec_jax.core.verify.tokens import accepted_path, validated_q
 
 @dataclasses.dataclass(frozen=True)
 class KSeqVerifier(Verifier):
-  """Verifier that uses one threshold for all children of a node; see the module docstring.
-
-  Attributes:
-    sampling: sampling method, which turns the target's logits into p.
-  """
+  """Verifier that uses one threshold for all children of a node; see the module docstring."""
 
   sampling: Sampling
   needs_independent_siblings = True

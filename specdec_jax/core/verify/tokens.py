@@ -33,11 +33,7 @@ class TokenVerifier(Verifier):
   """Verifier that verifies each draft token separately; see the module docstring.
 
   Attributes:
-    sampling: sampling method, which turns the target's logits into p.
     lenience: lenience l in (0, 1]; 1 is exact.
-
-  Raises:
-    InputError: lenience is outside (0, 1].
   """
 
   sampling: Sampling
@@ -59,11 +55,7 @@ class TokenVerifier(Verifier):
   def verify(
     self, rng: Key[Array, " B"], tree: AnyTree, proposal: Proposal, logits: Float[Array, "B K V"]
   ) -> Verification:
-    """Verify a proposal with the target's logits at the nodes of its tree.
-
-    Raises:
-      InputError: lenience is below 1 and the tree is dynamic.
-    """
+    """Verify a proposal with the target's logits at the nodes of its tree."""
     if self.sampling.is_argmax and self.lenience == 1:
       return follow(tree, proposal.tokens, argmax(logits))
     p, always_accepted = distribution(logits, self.sampling), None
@@ -89,9 +81,6 @@ def verify(
   """Verify draft tokens; without lenience, emitted tokens have the target's distribution.
 
   Args:
-    rng: one key per row.
-    tree: shape of the proposal.
-    proposal: draft tokens and their q.
     p: the target's distribution after each node, by the sampling method of the output.
     lenience: lenience l in (0, 1]; 1 is exact.
     always_accepted: mask of draft tokens that are accepted regardless of p.
@@ -129,11 +118,7 @@ def follow(
 
 
 def validated_q(tree: Tree, proposal: Proposal, p: Float[Array, "B K V"]) -> Float[Array, "B N V"]:
-  """Return the distributions q of a proposal; if it has none, return one-hots of its tokens.
-
-  Raises:
-    InputError: the shapes of tree, proposal and p do not agree.
-  """
+  """Return the distributions q of a proposal; if it has none, return one-hots of its tokens."""
   batch, _, vocab_size = p.shape
   tokens, num_draft_tokens = proposal.tokens, tree.num_draft_tokens
   q = jax.nn.one_hot(tokens, vocab_size) if proposal.q is None else proposal.q
