@@ -69,7 +69,7 @@ def compare_drafts(
     texts: sources.
     output_dir: folder for the files; settings recorded there already are not measured again.
     drafts: functions that load the other drafts.
-    verifiers: other verifiers for the draft of the pair. Each is a class of `core.verify` or a
+    verifiers: other verifiers for the draft of the pair. Each is a `Verifier` class or a
       function from a sampling method to a verifier. They are measured only at temperatures above 0,
       because all exact verifiers accept the same tokens at temperature 0.
     drafts_with_verifiers: pairs of a function that loads a draft and a verifier for this draft.

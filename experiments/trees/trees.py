@@ -125,7 +125,7 @@ def trees(
     shapes: (nodes, depth) of static trees; both are maximums. The rounds that are shown use the
       first static tree, or the first dynamic tree if there is no static tree.
     dynamic: (nodes, depth) of dynamic trees, which are verified with `TokenVerifier`.
-    verifiers: classes of `core.verify`, or functions from a sampling method to a verifier. At
+    verifiers: `Verifier` classes, or functions from a sampling method to a verifier. At
       temperature 0 only the first is used, because all exact verifiers accept the same tokens.
     calibration_texts: number of texts from which trees are built.
     calibration_tokens: number of generated tokens from which trees are built. The calibration texts

@@ -57,7 +57,7 @@ class Decoding:
     gamma: length of the chain of draft tokens per round, if there is no tree; in a beam search, the
       number of steps that the draft searches ahead.
     tree: parents of the draft tokens, as in `core.trees.Tree`; None for a chain.
-    verifier: class of `core.verify`, or any function of a `Sampling` that returns a verifier. The
+    verifier: `Verifier` class, or any function of a `Sampling` that returns a verifier. The
       verifier need not be exact.
     lenience: lenience of `TokenVerifier` (Appendix A.5); 1 is exact.
     temperature: as in t5x's `temperature_sample`; so are the next five.
