@@ -28,8 +28,6 @@ class Text:
   """Text to decode.
 
   Attributes:
-    decoder: decoder of the text.
-    prompt: tokens of the prompt.
     rng: random key of the text.
     limit: maximum number of new tokens.
     report: function that the engine's thread calls with the result so far, a batch of one row, and
@@ -106,10 +104,7 @@ class Slots:
     self._rows = self._rows._replace(state=state._replace(done=state.done.at[slot].set(True)))
 
   def step(self, max_rounds: int = 1) -> list[Text]:
-    """Run at most `max_rounds` rounds, until a text ends, and report the results of all texts.
-
-    Return the texts that have ended. Their slots are free.
-    """
+    """Run at most `max_rounds` rounds, until a text ends; report all, return the ended texts."""
     assert self._rows is not None
     state = _run_rounds(self.decoder, self.params, self._rows.state, max_rounds)
     self._rows = self._rows._replace(state=state)
