@@ -29,8 +29,6 @@ def quickstart(
   """Decode sentences with speculative decoding, then measure the speedup on them (`speedup`).
 
   Args:
-    pair: target and draft; see `load_pair`.
-    sentences: source sentences.
     output_dir: folder for `results.jsonl` and `report.html`.
     gammas: numbers of draft tokens per round to measure. The middle one is used for the outputs
       that are printed.
@@ -88,7 +86,6 @@ def show_examples(examples: Iterable[Example], show_rounds: int) -> None:
 
 
 def _legend(example: Example) -> Text:
-  """Return the line that explains how rounds are printed."""
   sampling = f"temperature {example.temperature:g}" if example.temperature else "argmax"
   settings = f" ({example.proposal}, {sampling})\n"
   if example.num_nodes is None:

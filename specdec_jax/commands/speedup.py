@@ -39,8 +39,6 @@ def speedup(
   """Measure the speedup on texts, print a table, and write `results.jsonl` and `report.html`.
 
   Args:
-    pair: target and draft; see `load.load_pair`.
-    texts: sources.
     output_dir: folder for both files. Settings that are already recorded in the folder are not
       measured again.
     gammas: numbers of draft tokens per round to measure; 'auto' stands for the best number at each
@@ -51,7 +49,6 @@ def speedup(
     max_new_tokens: limit for each output.
     repeats: number of timed decodes of each text by each method. The methods (the baseline and
       each gamma) take turns.
-    seed: random seed of all sampling.
     lenience: lenience l of Appendix A.5; below 1, the output no longer has the target's
       distribution.
     report_examples: number of texts whose rounds are in the report, at each temperature.

@@ -25,7 +25,7 @@ from specdec_jax.serve.lines import count_records, decode_lines, output_record
 
 
 class TextBlock(NamedTuple):
-  """Consecutive texts, of which `first` (a multiple of the batch size) is the index of the first."""
+  """Consecutive texts; `first`, a multiple of the batch size, is the index of the first text."""
 
   first: int
   sources: list[dict[str, Any]]

@@ -101,7 +101,7 @@ class Completion:
   """
 
   def __init__(self, service: Service, request: CompletionRequest, start: float):
-    """Validate a request that arrived at time `start`, and queue its texts, or raise RequestError."""
+    """Validate a request that arrived at time `start`, and queue its texts, or raise an error."""
     self._service, self._request, self._start = service, request, start
     if request.model != service.name:
       message = f"The model {request.model!r:.60} does not exist; give {service.name!r}."

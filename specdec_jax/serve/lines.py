@@ -75,7 +75,6 @@ def _decode_in_slots(
   settings: DecodeSettings,
   start: int,
 ) -> Iterator[Decoded]:
-  """Decode lines by continuous batching; see `decode_lines`."""
   index = [i for i, line in enumerate(lines) if pair.can_decode(line)]
   lengths = [len(pair.encode(lines[i])) for i in index]
   width = -(-max(lengths) // 8) * 8

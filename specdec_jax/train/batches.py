@@ -25,8 +25,8 @@ class ParallelText:
   """Encoded sentence pairs; each side is a list of token ids that ends with EOS.
 
   Attributes:
-    teacher: for each pair, the k most probable tokens of a teacher at each target position and their
-      probabilities, both [T, k]. None to learn from the targets alone.
+    teacher: for each pair, the k most probable tokens of a teacher at each target position and
+      their probabilities, both [T, k]. None to learn from the targets alone.
   """
 
   sources: list[list[int]]
@@ -93,10 +93,10 @@ def epoch_batches(
   """Return the batches of one epoch, in shuffled order, as (padded length, pair indices [B]).
 
   The batch size of a bucket is `tokens_per_batch // length`, rounded down to a multiple of
-  `multiple`, the number of devices that share the rows, but at least `multiple`. The last batch of a
-  bucket is filled up with random pairs of the bucket, so that each bucket has one shape to compile.
-  Pairs longer than the last bucket, or with targets longer than MAX_TARGET, are left out, with a
-  warning in epoch 0.
+  `multiple`, the number of devices that share the rows, but at least `multiple`. The last batch of
+  a bucket is filled up with random pairs of the bucket, so that each bucket has one shape to
+  compile. Pairs longer than the last bucket, or with targets longer than MAX_TARGET, are left out,
+  with a warning in epoch 0.
   """
   if not len(text):
     return []

@@ -103,8 +103,8 @@ def divergences(
   """Return the divergence [...] between a draft's q and a teacher's p at each position.
 
   All tokens but the teacher's k most probable ones are merged into one, for p and for q, so the
-  result is a lower bound on the divergence of the full distributions. It is tight where the k tokens
-  carry most of the probability.
+  result is a lower bound on the divergence of the full distributions. It is tight where the k
+  tokens carry most of the probability.
 
   Args:
     logits: [..., V], logits of the draft.

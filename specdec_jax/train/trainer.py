@@ -82,8 +82,8 @@ def train(
   Args:
     valid_pairs: pairs for the scores that are printed after each epoch.
     output_dir: folder for `checkpoints/` and for `metrics.jsonl`, which has one line per epoch. For
-      a resumed epoch, `train_loss`, `tokens_per_s` and `seconds` cover only the steps since the last
-      start. Times include compilation. With `init` and `bleu`, epoch 0 is before training.
+      a resumed epoch, `train_loss`, `tokens_per_s` and `seconds` cover only the steps since the
+      last start. Times include compilation. With `init` and `bleu`, epoch 0 is before training.
     init: initial parameters; None for random parameters from `objective.init`.
     bleu: function from parameters to BLEU on validation text; it is called after each epoch.
 
