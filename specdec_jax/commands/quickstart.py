@@ -33,11 +33,9 @@ def quickstart(
     gammas: numbers of draft tokens per round to measure. The middle one is used for the outputs
       that are printed.
     temperatures: sampling temperatures to measure; 0 is argmax.
-    show_rounds: number of sentences whose rounds are printed, with accepted and rejected tokens in
-      color.
+    show_rounds: number of sentences whose rounds are printed.
     max_new_tokens: limit for each output.
-    repeats: number of timed decodes of each text by each method. The methods (autoregressive
-      decoding and each gamma) take turns.
+    repeats: number of timed decodes of each text by the baseline and each gamma, in turn.
     report_examples: number of sentences whose rounds are in the report, at each temperature.
 
   Raises:

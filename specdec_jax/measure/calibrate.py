@@ -73,7 +73,7 @@ class Calibration(NamedTuple):
   """Choice of gamma or of a tree, and the values on which the choice is based.
 
   `c`, `v` and `speedups` have one entry for each gamma, from 0. If trees were considered, alpha is
-  the acceptance rate of first children, so that chains and trees are compared by the same measure.
+  the acceptance rate of first children, so that chains and trees are comparable.
   """
 
   gamma: int  # used unless `branching` is chosen; 0 for autoregressive decoding

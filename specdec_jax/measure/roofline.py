@@ -95,7 +95,6 @@ def _before(
 
 
 def _shard_share(params: Any) -> float:
-  """Return the fraction of the parameters that one device holds; 1 if they are not sharded."""
   leaves = jax.tree.leaves(params)
   if not leaves:
     return 1.0
@@ -153,7 +152,6 @@ def operations_ratio(pair: Pair, prompt: Array, sampling: Sampling) -> float:
     return matmul_operations(jax.make_jaxpr(f)(*args).jaxpr)
 
   def before(draft: Draft) -> DecodeState:
-    """Return the shapes of the state before a round, with the same slots for gamma 0, 1 and 2."""
     return _before(pair, draft, prompt, sampling, max(0, 2 - draft.tree.depth))
 
   def propose(gamma: int) -> int:

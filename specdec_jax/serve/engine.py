@@ -163,7 +163,6 @@ class Engine:
       text.report(Closed("The server is shutting down."), True)
 
   def _admit(self) -> None:
-    """Free the slots of cancelled texts, and assign free slots to waiting texts."""
     for group in self._groups.values():
       gone = group.texts & self._cancelled
       group.texts -= gone

@@ -43,11 +43,10 @@ class Histogram:
 
 @dataclasses.dataclass
 class Metrics:
-  """Counters of a server.
+  """Counters of a server. Tokens and rounds are those of outputs that are complete.
 
   Attributes:
-    requests: number of requests by HTTP status; 499 if the client disconnected.
-    prompt_tokens: number of prompt tokens of outputs that are complete; so are the next two.
+    requests: number of requests for completions by HTTP status; 499 if the client disconnected.
     first_token: times from a request to its first token, in seconds.
     duration: times from a request to the end of its answer, in seconds.
   """

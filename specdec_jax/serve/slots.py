@@ -47,11 +47,8 @@ class Slots:
   """A fixed number of slots, each of which holds one text or none.
 
   The output of a text depends neither on the other texts nor on its slot. A text that is added
-  alone is prefilled alone; several are prefilled together.
-
-  Attributes:
-    prompt_width: maximum number of tokens of a prompt.
-    max_new_tokens: upper bound of the limits of all texts.
+  alone is prefilled alone; several are prefilled together. `prompt_width` is the maximum number of
+  tokens of a prompt, and `max_new_tokens` that of the limits of all texts.
   """
 
   def __init__(
@@ -104,7 +101,10 @@ class Slots:
     self._rows = self._rows._replace(state=state._replace(done=state.done.at[slot].set(True)))
 
   def step(self, max_rounds: int = 1) -> list[Text]:
-    """Run at most `max_rounds` rounds, until a text ends; report all, return the ended texts."""
+    """Run at most `max_rounds` rounds, until a text ends, and report the results of all texts.
+
+    Return the texts that have ended. Their slots are free.
+    """
     assert self._rows is not None
     state = _run_rounds(self.decoder, self.params, self._rows.state, max_rounds)
     self._rows = self._rows._replace(state=state)
