@@ -58,21 +58,15 @@ def check_exactness(
   are used for smaller batches and for the target as its own draft.
 
   Args:
-    pair: target and draft; see `load.load_pair`.
-    texts: sources.
-    samplings: sampling methods to check.
     gammas: gamma of each chain.
-    batch_sizes: numbers of texts that are decoded together; each is checked.
+    batch_sizes: numbers of texts that are decoded together.
     max_new_tokens: limit for each output at temperature 0. In the check of rounds, it is at most
       ROUND_TOKENS.
-    num_texts: number of texts for which outputs are sampled.
-    samples_per_text: number of outputs that are sampled for each of these texts.
+    num_texts: number of texts, for each of which `samples_per_text` outputs are sampled.
     num_tokens: number of tokens, from the first, whose joint distribution is checked.
     num_draft_tokens: minimum number of draft tokens in the check of rounds, for each sampling
-      method and shape. For the first sampling method and the first shape, it is four times as
-      large.
+      method and shape. For the first method with the first shape, it is four times as large.
     level: probability of a false alarm, for all statistical checks together.
-    seed: random seed of all sampling.
     trees: parents of the draft tokens of each tree, as in `trees.Tree`.
     dynamic: (nodes, depth) of each dynamic tree (`drafts.dynamic`).
     long_tokens: length of long outputs, which continue past EOS; 0 disables them. It is reduced if

@@ -29,17 +29,13 @@ def quickstart(
   """Decode sentences with speculative decoding, then measure the speedup on them (`speedup`).
 
   Args:
-    pair: target and draft; see `load_pair`.
-    sentences: source sentences.
     output_dir: folder for `results.jsonl` and `report.html`.
     gammas: numbers of draft tokens per round to measure. The middle one is used for the outputs
       that are printed.
     temperatures: sampling temperatures to measure; 0 is argmax.
-    show_rounds: number of sentences whose rounds are printed, with accepted and rejected tokens in
-      color.
+    show_rounds: number of sentences whose rounds are printed.
     max_new_tokens: limit for each output.
-    repeats: number of timed decodes of each text by each method. The methods (autoregressive
-      decoding and each gamma) take turns.
+    repeats: number of timed decodes of each text by the baseline and each gamma, in turn.
     report_examples: number of sentences whose rounds are in the report, at each temperature.
 
   Raises:
@@ -88,7 +84,6 @@ def show_examples(examples: Iterable[Example], show_rounds: int) -> None:
 
 
 def _legend(example: Example) -> Text:
-  """Return the line that explains how rounds are printed."""
   sampling = f"temperature {example.temperature:g}" if example.temperature else "argmax"
   settings = f" ({example.proposal}, {sampling})\n"
   if example.num_nodes is None:

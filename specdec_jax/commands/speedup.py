@@ -39,27 +39,21 @@ def speedup(
   """Measure the speedup on texts, print a table, and write `results.jsonl` and `report.html`.
 
   Args:
-    pair: target and draft; see `load.load_pair`.
-    texts: sources.
-    output_dir: folder for both files. Settings that are already recorded in the folder are not
-      measured again.
+    output_dir: folder for both files. Settings that it already records are not measured again.
     gammas: numbers of draft tokens per round to measure; 'auto' stands for the best number at each
       temperature (`calibrate.resolve_gammas`). The middle one is used for the rounds in the report.
     temperatures: sampling temperatures to measure; 0 is argmax.
     top_k: number of most probable tokens to sample from above temperature 0; 0 means no limit.
     batch_size: number of texts that are decoded together.
     max_new_tokens: limit for each output.
-    repeats: number of timed decodes of each text by each method. The methods (the baseline and
-      each gamma) take turns.
-    seed: random seed of all sampling.
+    repeats: number of timed decodes of each text by the baseline and each gamma, in turn.
     lenience: lenience l of Appendix A.5; below 1, the output no longer has the target's
       distribution.
     report_examples: number of texts whose rounds are in the report, at each temperature.
     baseline: function from a pair to the baseline that the speedup is relative to; by default this
       package's autoregressive decoding.
     references: one reference text for each source, or the path of a file with at least as many
-      lines. With references, records and table include the quality of the outputs and of the
-      baseline's outputs.
+      lines, to measure the quality of the outputs and of the baseline's outputs.
     metric: one of `data.quality.METRICS`.
   """
   samplings = [Sampling(temperature=t, top_k=top_k if t else 0) for t in temperatures]

@@ -82,12 +82,11 @@ def train_target(
 
   Args:
     data: see the module; so are the arguments that are not listed here.
-    valid_target: name of the file with the translations of the validation sentences. For a
-      decoder-only model, name of the file of validation texts.
-    config: configuration of the model, including the dropout rate for training; with `start`, for
-      example `config_of`.
-    start: checkpoint with the same configuration, in any format that `load.load_pair` reads.
-      Training starts from its parameters. None to start from random parameters.
+    valid_target: name of the file with the translations of the validation sentences, or of the
+      validation texts of a decoder-only model.
+    config: configuration of the model, including the dropout rate; with `start`, `config_of`.
+    start: checkpoint with the same configuration, in any format that `load.load_pair` reads, from
+      whose parameters training starts. None to start from random parameters.
     max_source_tokens: number of tokens to which longer sources are truncated, EOS included. None to
       leave out pairs that are too long (`batches.epoch_batches`).
 
@@ -161,24 +160,20 @@ def train_draft(
 ) -> None:
   """Train a draft towards the target's distributions and save it.
 
-  The draft is trained on three kinds of texts: the references; `samples` outputs for each source;
-  and one output for each of `new_sources` sentences that are spliced from the sources.
-
-  The validation accuracy is alpha at temperature 0 on the validation text. It is the share of
-  tokens of the target's argmax outputs that are also the draft's argmax. For a decoder-only target,
-  it is the share of tokens of texts sampled from the target that are the draft's argmax.
+  The validation accuracy is alpha at temperature 0 on the validation text: the share of tokens of
+  the target's argmax outputs (for a decoder-only target, of texts sampled from it) that are also
+  the draft's argmax.
 
   Args:
     data: see the module; so are the arguments that are not listed here.
-    tail: whether to append the token of the text to the target's most probable tokens, which are
-      the labels (`distillation.teacher_topk`). Use it if these tokens cover too little of the
-      target's distribution, as for news.
-    start: folder of a draft with the same configuration. Training starts from its parameters. None
-      to start from random parameters.
-    on_policy: whether the draft samples the outputs and the target labels them, as in DistillSpec
-      (Zhou et al., 2024). Before each epoch, the draft samples new outputs. Each epoch has its own
-      warm-up and decay of the learning rate, and its own folder in `work_dir`. By default the
-      target samples the outputs, once.
+    tail: whether to append the token of the text to the labels (`distillation.teacher_topk`). Use
+      it if the target's most probable tokens cover too little of its distribution, as for news.
+    start: folder of a draft with the same configuration, from whose parameters training starts.
+      None to start from random parameters.
+    on_policy: whether the draft samples new outputs before each epoch and the target labels them,
+      as in DistillSpec (Zhou et al., 2024). Each epoch has its own warm-up and decay of the
+      learning rate, and its own folder in `work_dir`. By default the target samples the outputs,
+      once.
     distillation_data: see the module; None with `on_policy`.
     after: folder of another draft, whose tokens are tried first in a tree of both drafts
       (`composed.forest_draft`). The draft is then trained where that draft is rejected
@@ -242,17 +237,15 @@ def train_speculator(
 ) -> None:
   """Train a learned draft head on the hidden states of the frozen target and save it.
 
-  The validation score is the acceptance length at temperature 0, in tokens per round. The rounds
-  start at every `stride`-th token, except for some kinds of head (`speculator_objective`).
+  The validation score is the acceptance length at temperature 0 (`speculator_objective`).
 
   Args:
     data: see the module; so are the arguments that are not listed here.
     head: function from the configuration of the target to the head.
-    stride: number of tokens between anchors, the positions at which rounds start
-      (`train.speculators.speculator_objective`).
+    stride: number of tokens between anchors, the positions at which rounds start.
     start: folder of a model of the head's width, such as a draft of the pair. Training starts from
-      the parameters of this model that fit the head (`train.speculators.warm_start`). None to
-      start from random parameters.
+      its parameters that fit the head (`train.speculators.warm_start`). None to start from random
+      parameters.
 
   Raises:
     InputError: `stride` is less than 1, or the model in `start` does not fit the head.

@@ -66,7 +66,6 @@ def translate(
   or to a device or a pipe, lines are written directly, and nothing is resumed.
 
   Args:
-    pair: target and draft; see `load_pair`.
     input: path of a text file with one source per line, or of a .jsonl file; '-' for standard
       input; None to decode `num_texts` copies of `prefix`, which may be empty for a decoder-only
       model. A .jsonl file has one JSON object per line, whose field 'source' or 'text' is the
@@ -74,12 +73,10 @@ def translate(
       they arrive (with 'auto', after the last one, unless they are typed at a terminal).
     output: path of a file, which must not be the input; '-' for standard output. A .jsonl file has
       a record for each source (`serve.lines.output_record`).
-    sampling: sampling method; argmax by default.
     gamma: draft tokens per round; 0 for autoregressive decoding; 'auto' chooses the fastest and
       prints why.
     batch_size: number of lines that are decoded together; always 1 if input is from a terminal.
     max_new_tokens: limit for each output.
-    seed: random seed of all sampling.
     prefix: text prepended to each line that is not blank, such as the prefix of a T5 task. If
       `input` is None, it is the prompt.
     num_texts: number of outputs if `input` is None.
@@ -90,7 +87,6 @@ def translate(
     draft_beams: number of beams of the draft; defaults to `beams`.
     nodes: maximum number of nodes per target forward pass of a beam search; see
       `Pair.beam_searcher`.
-    length_penalty: exponent of the length penalty of a beam search.
     generation: settings of logits processors, such as `forced_bos_token_id` for the language of
       outputs.
 
@@ -180,7 +176,6 @@ def translate(
 
 
 def _run_hash(pair: Pair, *settings: object) -> str:
-  """Return a hash of settings and of everything in a pair that outputs depend on."""
   parts = (
     settings,
     (pair.dtype, pair.kernels, pair.max_source_tokens, pair.continues, pair.draft.name),
@@ -193,15 +188,9 @@ def _run_hash(pair: Pair, *settings: object) -> str:
 def _open_output(output: str, run: str | None) -> Iterator[tuple[IO[str], int]]:
   """Open an output, and yield it with the number of lines that an interrupted run has written.
 
-  A file is written to OUTPUT.part, whose first line is `run`. It becomes OUTPUT when the context
-  exits.
-
-  Args:
-    output: path of a file, or '-' for standard output.
-    run: hash of everything that the lines depend on. None, a device or a pipe is written directly.
-
-  Raises:
-    InputError: OUTPUT.part belongs to another run.
+  A file is written to OUTPUT.part, whose first line is `run`, a hash of everything that the lines
+  depend on. It becomes OUTPUT when the context exits. If `run` is None, or the output is a device
+  or a pipe, it is written directly.
   """
   if output == "-":
     yield sys.stdout, 0
@@ -239,7 +228,6 @@ def _open_output(output: str, run: str | None) -> Iterator[tuple[IO[str], int]]:
 
 
 def _warnings(pair: Pair, record: dict, max_new_tokens: int) -> Iterator[tuple[str, str]]:
-  """Yield the kind and the details of each warning about a line and its output."""
   line = record["source"]
   if not pair.can_decode(line):
     yield "is empty", "; its output is left empty"
@@ -259,7 +247,6 @@ def _warnings(pair: Pair, record: dict, max_new_tokens: int) -> Iterator[tuple[s
 
 
 def _best_of_beams(searcher: BeamSearcher, params: Params) -> Callable[..., DecodeResult]:
-  """Return a function that runs a beam search and returns its best text as a `DecodeResult`."""
 
   def decode(prompt, rng, *, max_new_tokens: int) -> DecodeResult:
     result = searcher.run(params, prompt, max_new_tokens=max_new_tokens)

@@ -28,8 +28,7 @@ class Rounding(NamedTuple):
   """Rounding differences between logits of a verification pass and of single-token passes.
 
   Attributes:
-    share: bound on the differences, as a fraction of the range (maximum minus minimum) of the
-      logits that predict a token.
+    share: bound on the differences, as a fraction of the range of the logits of a token.
     measured: largest difference that `node_moves` measured for the same chain or tree.
   """
 
@@ -42,13 +41,13 @@ class Divergence(NamedTuple):
 
   Attributes:
     row: index of the row in the batch.
-    position: index of the token in the output, from 0.
-    autoregressive: token that autoregressive decoding emitted.
-    speculative: token that speculative decoding emitted.
-    gap: the target's logit of `autoregressive` minus its logit of `speculative`, computed in
-      forward passes over single tokens.
-    rounding: logit difference that is attributed to rounding. It is the largest difference between
-      forward passes over single tokens and over several tokens in this row up to `position`, or
+    position: index of the token in the output.
+    autoregressive: token of autoregressive decoding.
+    speculative: token of speculative decoding.
+    gap: the target's logit of `autoregressive` minus its logit of `speculative`, from forward
+      passes over single tokens.
+    rounding: logit difference that is attributed to rounding: the largest difference between
+      passes over single and over several tokens in this row up to `position`, or
       `Rounding.measured` if that is larger, but at most the fraction `Rounding.share` of the range
       of the logits at `position`.
   """
@@ -102,8 +101,7 @@ def compare_argmax(
 def share_of(pair: Pair) -> float:
   """Return a bound on rounding differences of the target's logits, as a fraction of their range.
 
-  The bound is 0 for a T5 that runs with `kernels.skinny`. These kernels compute the same bits for a
-  token in any block.
+  It is 0 for a T5 with `kernels.skinny`, which compute the same bits for a token in any block.
   """
   has_encoder = getattr(getattr(pair.target.model, "config", None), "has_encoder", False)
   if pair.kernels.startswith("skinny") and has_encoder:
@@ -116,18 +114,10 @@ def node_moves(
 ) -> tuple[float, float]:
   """Measure how much logits differ between a verification pass and passes over single tokens.
 
-  First, passes over single tokens process a prefix of each row's text. The next tokens of the text
-  are then placed on one path of the tree, and different tokens on the other nodes (`paths.Plans`).
-  One pass processes all nodes. As the reference, passes over single tokens process each path from
-  the root to a leaf. This is repeated with other prefixes until all plans are used, at least 3
-  times.
-
-  Args:
-    pair: pair, of which only the target is used.
-    prompt: padded prompts [B, P].
-    text: outputs of the target [B, T].
-    lengths: number of tokens of each output [B].
-    tree: tree of the verification pass.
+  After a prefix of each row's text, the next tokens of the text are placed on one path of the tree,
+  and different tokens on the other nodes (`paths.Plans`). One pass processes all nodes; passes over
+  single tokens process each path. This is repeated with other prefixes until all plans are used, at
+  least 3 times. `prompt` [B, P] and `text` [B, T] are padded; `lengths` [B] are those of the texts.
 
   Returns:
     The largest difference of a logit, and the largest difference as a fraction of the range of the
@@ -162,13 +152,9 @@ def _node_moves(
 ) -> tuple[Array, Array]:
   """Return the largest difference of a logit at each node of each path, and the logits' range.
 
-  `text` has D tokens of padding at its end. A pass begins after `start` [B] tokens of it, and
-  `following` [B, D] are the next ones. `plan` [B] is the index of each row's plan, and `paths`
-  [B, leaves, D] are the nodes below the root on the path to each leaf.
-
-  Returns:
-    Two arrays [leaves, B, D + 1]. The first node of each path is the root. A path may be shorter
-    than D + 1 nodes; the differences past its leaf are 0.
+  A pass begins after `start` [B] tokens of `text`, which ends with D tokens of padding. Both
+  results are [leaves, B, D + 1]. The first node of each path is the root; differences past a leaf
+  are 0.
   """
   first, length = target.prompt_tokens(prompt)
   last = gather(first, length[:, None] - 1)
@@ -218,11 +204,7 @@ def first_divergences(
   rounding: Rounding,
   processors: Processors = (),
 ) -> list[Divergence]:
-  """Return the first difference in each row whose two outputs differ.
-
-  `autoregressive` and `speculative` are outputs [B, T] of `target`; for the other arguments, see
-  `compare_argmax`.
-  """
+  """Return the first difference in each row of two outputs [B, T] that differ."""
   rows = np.flatnonzero((autoregressive != speculative).any(axis=1))
   if not len(rows):
     return []

@@ -37,9 +37,7 @@ class Setting(NamedTuple):
   """Combination of settings in which outputs or rounds are checked.
 
   Attributes:
-    sampling: sampling method.
     tree: tree of draft tokens; `chain(0)` for autoregressive decoding.
-    batch_size: number of rows that are decoded together.
     is_long: whether outputs continue past EOS, up to the limit for long texts.
   """
 
@@ -62,8 +60,6 @@ class Row(NamedTuple):
 
   Attributes:
     holds: whether the check holds; None if it could not be made.
-    check: name of the check.
-    setting: the setting that was checked.
     found: the measured value, such as a p-value.
     fault: values that are a fault.
     details: what was compared, and how large a fault would be detected nine times in ten.
@@ -167,7 +163,7 @@ class Checker:
   ) -> Row:
     """Compare the first tokens of many outputs with their exact joint distribution.
 
-    They are not compared if no prefix is probable enough to be counted, as with random weights.
+    The row has no result if no prefix is probable enough to be counted, as with random weights.
     """
     texts = tuple(self.texts[:num_texts])
     joint = compare_samples(

@@ -1,20 +1,13 @@
 """Martingale tests of draft tokens, their acceptance, and the tokens that the target samples.
 
-Output is exact if three conditions hold in every round:
-
-- Each draft token is sampled from the q that its draft reports.
-- Each verified draft token is accepted with the probability that token verification prescribes.
-- The token that replaces rejected draft tokens is sampled from the residual distribution, and a
-bonus
-  token is sampled from the target's distribution.
+Output is exact if, in every round, each draft token is sampled from the q that its draft reports,
+each verified draft token is accepted with the probability of token verification, and the next
+token is sampled from the residual distribution or, as a bonus token, from the target's.
 
 Each condition gives scores that have mean 0 and a known bound on their variance, given all earlier
-tokens. Sums of such scores are martingales. Freedman's inequality bounds how far such a sum drifts,
-for any number of tokens.
-
-The product of a score and the score of an earlier token has mean 0, too, and a bound on its
-variance is known. Sums of such products are martingales as well. If random numbers are used twice,
-these sums drift away from 0, even if each token alone has the correct distribution
+tokens. Sums of such scores, and of products with scores of earlier tokens, are martingales.
+Freedman's inequality bounds how far such a sum drifts, for any number of tokens. The products
+detect random numbers that are used twice, even if each token alone has the correct distribution
 (`within_rounds`, `between_rounds`).
 """
 
@@ -38,20 +31,15 @@ LAGS = range(1, 17)  # distances, in tokens, between the rounds that are compare
 class Scores(NamedTuple):
   """Three scores of each sampled token, in arrays of one shape; 0 where no token was sampled.
 
-  The scores are computed as jax arrays and then converted to numpy.
-
   Attributes:
     rank: probability mass of the more probable tokens, plus half of the mass of the equally
       probable ones (including the token itself), minus 1/2.
     place: probability mass of the tokens that are earlier in the vocabulary, plus half of the
-      token's own probability, minus 1/2. If tokens are sampled by inverse transform in vocabulary
-      order, this score follows the uniform random number, so it detects shared uniforms.
-    spread: variance of `place`, which is also the variance of `rank` unless several tokens have
-      equal probabilities; the variance of `rank` is then smaller.
-    log: log-probability of the token, clipped below at log MIN_PROB, minus its mean. Apart from the
-      clipping, it is proportional to the derivative of the log-likelihood with respect to the
-      inverse temperature. It is therefore the most powerful score against a small error of the
-      temperature.
+      token's own probability, minus 1/2. It follows the uniform random number of an inverse
+      transform in vocabulary order, so it detects shared uniforms.
+    spread: variance of `place`, and upper bound on the variance of `rank`.
+    log: log-probability of the token, clipped below at log MIN_PROB, minus its mean: the most
+      powerful score against a small error of the temperature.
     log_variance: variance of `log`.
   """
 
@@ -66,16 +54,14 @@ class RoundScores(NamedTuple):
   """Scores of verified draft tokens, and of bonus tokens, in arrays of one shape.
 
   Attributes:
-    row: number of the output, from 0.
-    slot: slot of the draft token or of the bonus token in the output, from 0.
+    row: number of the output.
+    slot: slot of the draft token or of the bonus token in the output.
     start: slot at which the round began.
     sibling: number of earlier siblings of the draft token.
-    position: position of the draft token in its round, from 0 (`round_scores.positions`); -1 for a
-      bonus token.
+    position: position in the round (`round_scores.positions`); -1 for a bonus token.
     accepted: whether the draft token was accepted.
-    probability: probability that the draft token is accepted, given that its earlier siblings were
-      not.
-    draft_token: scores of the draft token under the q that its draft reports.
+    probability: probability that the draft token is accepted if its earlier siblings were not.
+    draft_token: scores under the q that the draft reports.
     next: scores of the token that the target sampled in place of the draft token, or as a bonus
       token; 0 if the draft token was accepted or has a later sibling.
   """
@@ -103,7 +89,6 @@ class Drift(NamedTuple):
   """Sum of scores, which has mean 0 if decoding is exact.
 
   Attributes:
-    sum: sum of the scores.
     variance: sum of the variances of the scores, or of upper bounds on them.
     largest: bound on the absolute value of a score.
   """
@@ -146,17 +131,15 @@ def joined(parts: Sequence[RoundScores]) -> RoundScores:
 def acceptance_drift(scored: RoundScores, max_weight: float = MAX_WEIGHT) -> Drift:
   """Return the drift of `accepted - probability` over all draft tokens, weighted.
 
-  Let `a` be the acceptance probability of a draft token. A bias that multiplies `a` by a constant
-  shifts the mean of the difference in proportion to `a`, and the variance of the difference is a (1
-  - a). The most powerful weight is therefore 1 / (1 - a). It is limited to `max_weight`.
+  The most powerful weight against a bias that multiplies the acceptance probability a by a constant
+  is 1 / (1 - a), because the variance is a (1 - a). It is limited to `max_weight`.
   """
   a, weight = scored.probability, _weight(scored.probability, max_weight)
   scores = weight * (scored.accepted - a)
   return Drift(float(scores.sum()), float((weight**2 * a * (1 - a)).sum()), max_weight)
 
 
-# For each kind of score of a sampled token: its fields in `Scores`, and the bound on its absolute
-# value.
+# Fields in `Scores` of each kind of score, and the bound on its absolute value.
 TOKEN_SCORES = {
   "rank": ("rank", "spread", 0.5),
   "place": ("place", "spread", 0.5),
@@ -173,8 +156,8 @@ def token_drift(scores: Scores, kind: str) -> Drift:
 def drifts(scored: RoundScores, count: int) -> dict[str, list[Drift]]:
   """Return the drifts of one setting by name, per position or for all positions.
 
-  Ranks of next tokens have one more drift, for bonus tokens.
-  `count` is the number of positions in a round (`round_scores.positions`), gamma for a chain.
+  `count` is the number of positions in a round (`round_scores.positions`), gamma for a chain. Ranks
+  of next tokens have one more drift, for bonus tokens.
   """
   at = [scored.at(i) for i in range(count)]
   return {
@@ -190,11 +173,10 @@ def drifts(scored: RoundScores, count: int) -> dict[str, list[Drift]]:
 def detectable_bias(
   scored: RoundScores, level: float, power: float = 0.9, max_weight: float = MAX_WEIGHT
 ) -> float:
-  """Return the smallest bias b of acceptance that the test detects with probability `power`.
+  """Return the smallest bias b of acceptance that `acceptance_drift` detects at `level`.
 
-  The test is that of `acceptance_drift` at significance level `level`. With bias b, a draft token
-  with acceptance probability a is accepted with probability min(1, (1 + b) a) instead. The result
-  is infinite if the test detects no bias.
+  With bias b, the acceptance probability is min(1, (1 + b) a) instead of a. The result is infinite
+  if the test detects no bias.
   """
   a, weight = scored.probability, _weight(scored.probability, max_weight)
   critical = acceptance_drift(scored, max_weight).critical(level)
@@ -211,11 +193,9 @@ def detectable_bias(
 def detectable_temperature(scores: Scores, level: float, power: float = 0.9) -> float:
   """Return the smallest relative error b of the temperature that the test detects.
 
-  The test is that of the log-probability scores at significance level `level`. It detects a
-  temperature of 1 - b times the correct one with probability `power`. Such a temperature multiplies
-  log-probabilities by 1 / (1 - b). To first order in b, this moves the mean of each score by
-  b / (1 - b) times the variance of the score, and by more if the score is clipped at log MIN_PROB.
-  The result is infinite if all scores have variance 0.
+  A temperature of 1 - b times the correct one multiplies log-probabilities by 1 / (1 - b). To first
+  order, this moves the mean of each log-probability score by b / (1 - b) times its variance. The
+  result is infinite if all scores have variance 0.
   """
   drift, deviations = token_drift(scores, "log-probability"), stats.norm.isf(1 - power)
   if not drift.variance:
@@ -236,8 +216,6 @@ _Scored = tuple[np.ndarray, np.ndarray, float]  # scores, their variances, and t
 def within_rounds(scored: RoundScores) -> dict[str, Drift]:
   """Correlate scores of tokens and of acceptance with earlier scores of the same round."""
   drafted, sampled = scored.where(scored.position >= 0), scored.where(scored.next.spread > 0)
-  # `first_child` has the first child at each slot, and `opening` the first draft token of each
-  # round.
   first_child = drafted.where(drafted.sibling == 0)
   opening = first_child.where(first_child.slot == first_child.start)
   correlations: dict[str, Drift] = {}
@@ -266,17 +244,9 @@ def within_rounds(scored: RoundScores) -> dict[str, Drift]:
 def between_rounds(scored: RoundScores, lags: range = LAGS) -> dict[str, Drift]:
   """Correlate scores at a given distance in an output, and scores of neighboring outputs.
 
-  Pairs of scores of four kinds are correlated:
-
-  - draft tokens at the same position of two rounds, at the distance between the starts of the
-  rounds;
-  - the acceptance of such draft tokens, at the same distance;
-  - the next tokens of two rounds, at the distance between the starts of the rounds;
-  - any two draft tokens that are first children, of one round or of two, at the distance between
-  their
-    slots.
-
-  In neighboring outputs (consecutive rows), the distance is 0.
+  The distance is that between the starts of two rounds, for draft tokens at the same position,
+  their acceptance, and next tokens. For any two draft tokens that are first children, it is that
+  between their slots. In neighboring outputs (consecutive rows), it is 0.
   """
   correlations: dict[str, Drift] = {}
   for name, score, variance, largest in [*_grids(scored)]:
@@ -290,12 +260,9 @@ def between_rounds(scored: RoundScores, lags: range = LAGS) -> dict[str, Drift]:
 
 
 def _grids(scored: RoundScores) -> Iterator[tuple[str, np.ndarray, np.ndarray, float]]:
-  """Yield name, scores, variances and bound of each kind of scores that `between_rounds` uses.
+  """Yield name, scores [rows, slots, columns], variances and bound of each kind of scores.
 
-  The arrays have the shape [rows, slots, columns], and are 0 where nothing was sampled. A row is an
-  output, and a slot is the index of a token in it. Scores of a draft token and of its acceptance
-  are at the slot of the draft token; the score of a next token is at the slot at which its round
-  began. A column is a position of a draft token in its round; other scores have a single column.
+  Arrays are 0 where nothing was sampled. A column is a position in a round, or there is only one.
   """
   drafted, sampled = scored.where(scored.position >= 0), scored.where(scored.next.spread > 0)
   first_child = drafted.where(drafted.sibling == 0)
@@ -332,10 +299,7 @@ def _acceptance(scored: RoundScores) -> _Scored:
 
 
 def _at(scored: RoundScores, values: np.ndarray, row: np.ndarray, slot: np.ndarray) -> np.ndarray:
-  """Return the value of the last draft token at each given row and slot, or 0 if there is none.
-
-  `values` has one value for each draft token in `scored`.
-  """
+  """Return the value of the last draft token at each given row and slot, or 0 if there is none."""
   if not len(scored.row):
     return np.zeros(len(row))
   first, width = scored.row.min(), int(max(scored.slot.max(), slot.max(initial=0))) + 2
@@ -350,7 +314,6 @@ def _before(scored: RoundScores, values: np.ndarray, later: RoundScores) -> np.n
 
 
 def _product(later: _Scored, earlier: np.ndarray, bound: float) -> Drift:
-  """Return the drift of products of scores with earlier scores, which have the given bound."""
   score, variance, largest = later
   return Drift(
     float((score * earlier).sum()), float((variance * earlier**2).sum()), largest * bound

@@ -28,8 +28,8 @@ class Plans(NamedTuple):
   A plan consists of a shape of the tree and the leaf at which the path ends.
 
   Attributes:
-    parents: [plans, N], parent of each draft token.
-    depths: [plans, N], depth of each draft token; children of the root have depth 1.
+    parents: [plans, N].
+    depths: [plans, N]; children of the root have depth 1.
     offsets: [plans, N], number that is added to the text's token at the depth of each draft token;
       0 for draft tokens on the path.
     paths: [plans, leaves, D], nodes below the root on the path to each leaf. The path with the text
@@ -134,11 +134,9 @@ def rounds_of_self_draft(
 ) -> tuple[int, int]:
   """Count the rounds of argmax decoding with the target as its own draft.
 
-  Every round must accept the whole path of first children; for a chain, this path has gamma tokens.
-  Faults such as a lost bonus token, or a draft that is one token behind, cost speed without
-  changing the output. Here they show as additional rounds. With `by_paths`, the target's tokens are
-  instead on the path to each leaf in turn (`PathDraft`), so that later siblings are accepted, too.
-  A dynamic tree requires `by_paths`.
+  Every round must accept the whole path of first children, so faults that cost speed without
+  changing the output, such as a lost bonus token, show as additional rounds. With `by_paths`, which
+  a dynamic tree requires, the target's tokens are on the path to each leaf in turn (`PathDraft`).
 
   Returns:
     The number of rounds, and the smallest possible number of rounds, summed over all texts.
@@ -154,7 +152,6 @@ def rounds_of_self_draft(
     lengths = tree.depths[np.flatnonzero(first)[-1:]]
 
   def fewest_rounds(row: int, length: int) -> int:
-    """Return the smallest number of rounds in which a row can emit `length` tokens."""
     emitted = np.cumsum(np.resize(np.roll(lengths, -row % len(lengths)) + 1, max_new_tokens))
     return 1 + int(np.searchsorted(emitted, length))
 
@@ -169,14 +166,10 @@ def rounds_of_self_draft(
 def batches(
   pair: Pair, texts: Sequence[str], batch_size: int
 ) -> Iterator[tuple[np.ndarray, Array, int]]:
-  """Yield the prompts of texts, batch by batch.
+  """Yield row numbers [B], prompts [B, P] and the number of rows that are not repeated.
 
   The last batch is filled up with the first texts. All prompts are padded to the longest text, so
   that each program is compiled once.
-
-  Yields:
-    The numbers of the rows [B], counted over all batches; their prompts [B, P]; and the number of
-    rows that are not repeated.
   """
   prompts = pair.prompt(texts)
   for first in range(0, len(texts), batch_size):

@@ -46,11 +46,9 @@ class TriedDraftTokens(NamedTuple):
 
   Attributes:
     start: slot of `Context.tokens` at which the round began.
-    position: position of the draft token in its round (`positions`); -1 for a child that the node
-      does not have or that the draft did not propose.
-    tokens: the draft tokens.
+    position: position in the round (`positions`); -1 for a child that the node does not have or
+      that the draft did not propose.
     q: distributions that the draft reports; 0 for a child that the node does not have.
-    accepted: whether the draft token was accepted.
   """
 
   start: Int[Array, "B T"]
@@ -63,9 +61,8 @@ class TriedDraftTokens(NamedTuple):
 def positions(tree: Tree) -> list[int]:
   """Return the position in a round of each draft token of a tree.
 
-  Draft tokens with the same depth and the same rank have the same position. A position is an index,
-  from 0, into the sorted list of all distinct pairs (depth, rank) in the tree. In a chain, it is
-  the index of the draft token.
+  It is an index into the sorted list of all distinct pairs (depth, rank) in the tree; in a chain,
+  it is the index of the draft token.
   """
   places = [*zip(tree.depths[1:].tolist(), tree.ranks.tolist())]
   return [sorted({*places}).index(place) for place in places]
@@ -77,9 +74,9 @@ def acceptance_probs(
   """Compute the exact acceptance probabilities of the draft tokens at a node, and the residual.
 
   The residual r begins as p. A draft token x from q is accepted with probability min(1, r(x) /
-  q(x)). If the draft token is rejected, r becomes norm(max(0, r - q)). Where there is no draft
-  token, q is 0 and r does not change. With one draft token, this is Algorithm 1 (Section 2.3). The
-  computation does not use `core.verify.tokens`, because that module is under test.
+  q(x)). If it is rejected, r becomes norm(max(0, r - q)). Where there is no draft token, q is 0 and
+  r does not change. With one draft token, this is Algorithm 1 (Section 2.3). The computation does
+  not use `core.verify.tokens`, because that module is under test.
 
   Returns:
     The probability that each draft token is accepted, given that its earlier siblings were
@@ -106,7 +103,7 @@ def recorded(
 ) -> Decode:
   """Return a function that decodes as `pair.decoder` does, and also returns `TriedDraftTokens`.
 
-  If `eos_id` is None, the EOS of the pair's vocabulary ends a text.
+  `eos_id` defaults to the EOS of the pair's vocabulary.
   """
   draft = pair.draft.build(sampling, tree, DraftOptions(processors))
   draft = RecordingDraft(draft, pair.target.model.vocab_size)
@@ -117,7 +114,7 @@ def recorded(
 
 @dataclasses.dataclass(frozen=True)
 class RecordingDraft(WrappedDraft):
-  """A draft that wraps another one and records in its state the draft tokens at every slot.
+  """Wrapper of a draft that records in its state the draft tokens at every slot.
 
   As in a cache, the next round overwrites the slots past the text.
   """
@@ -189,9 +186,8 @@ def score_rounds(
   """Decode texts until `num_draft_tokens` of them are verified; return the scores of rounds.
 
   Texts are decoded repeatedly if necessary. The decision to stop depends on earlier rounds only, so
-  the means of the scores stay 0. The recorded q take 4 V W bytes for each token of a batch, with a
-  vocabulary of V tokens and W children per node. `decode` comes from `recorded`, with the same
-  logits processors, which also apply to p.
+  the means of the scores stay 0. The recorded q take 4 V W bytes for each token of a batch.
+  `decode` comes from `recorded`, with the same `processors`, which also apply to p.
   """
   prompts, parts, count, first = pair.prompt(texts), [], 0, 0
   batch_size = settings.batch_size
@@ -221,8 +217,8 @@ def _scores(
 ) -> tuple[Array, RoundScores]:
   """Return which draft tokens were verified, and their scores, all with shape [B, T, W].
 
-  A bonus token has no draft token; its scores are those of a first child that does not exist.
-  Entries past the end of a row are arbitrary.
+  A bonus token has the scores of a first child that does not exist. Entries past the end of a row
+  are arbitrary.
   """
   target, limit = pair.target.model, settings.max_new_tokens
   exists, visited, probability, drawn = _outcomes(
@@ -256,13 +252,10 @@ def _outcomes(
   limit: int,
   processors: Processors,
 ) -> tuple[Array, Array, Array, Array]:
-  """Return the outcomes of the draft tokens at each token.
+  """Return (exists, verified, probability) [B, T, W] and the weights of the next token [B, T, V].
 
-  Returns:
-    (exists, verified, probability, weights). The first three have shape [B, T, W]: whether each
-    draft token exists, whether it was verified, and the probability that it is accepted. A first
-    child counts as verified even if it does not exist. The weights [B, T, V] are those from which
-    each token was sampled; they are 0 for an accepted draft token.
+  A first child counts as verified even if it does not exist. The weights are 0 for an accepted
+  draft token.
   """
   logits = teacher_forced_logits(target, params, prompt, tokens)
   p = distribution(processed(processors, target, prompt, tokens, limit, logits), sampling)
@@ -277,10 +270,7 @@ def _outcomes(
 def _token_scores(weights: Array, token: Array) -> Scores:
   """Return the scores of tokens [...] that were sampled in proportion to weights [..., V].
 
-  Scores are 0 where all weights are 0. Equally probable tokens share a rank, so the variance of the
-  rank is at most `spread`.
-
-  This function is jitted separately, because it compares weights with each other. A program that
+  Scores are 0 where all weights are 0. This function is jitted separately, because a program that
   also computed the weights could compute them twice, with different rounding. The weight of a token
   would then not equal itself.
   """

@@ -41,7 +41,6 @@ class Comparison:
   Attributes:
     statistic: Pearson's chi-square.
     degrees: degrees of freedom.
-    num_samples: number of sampled outputs.
     num_cells: number of cells, after small ones are merged.
     num_impossible: number of sampled outputs with probability 0; a single one is a fault.
   """
@@ -65,10 +64,8 @@ class Comparison:
   def detectable(self, level: float, power: float = 0.9) -> float:
     """Return the total variation distance that a test at `level` detects with probability `power`.
 
-    It is the distance TV between the actual probabilities p' of the cells and their exact
-    probabilities p, averaged over the sources of the samples. In N samples, this distance increases
-    the mean of Pearson's statistic by N sum((p' - p)^2 / p) >= 4 N TV^2, so the power is at least
-    `power`.
+    It is the distance TV between the actual and the exact probabilities of the cells, averaged over
+    the sources. In N samples, it increases the mean of the statistic by at least 4 N TV^2.
     """
     critical = stats.chi2.isf(level, self.degrees)
     shift = optimize.brentq(
@@ -88,9 +85,8 @@ def compare_samples(
 ) -> Comparison:
   """Compare the first tokens of many outputs with the target's exact joint distribution.
 
-  `settings.max_new_tokens` tokens of `samples_per_text` outputs per text are compared. Several
-  comparisons can share `cells`, the result of `cells_of` for the same arguments. `processors` are
-  the logits processors that `decode` applies.
+  `settings.max_new_tokens` tokens of `samples_per_text` outputs per text are compared. `cells` is
+  the result of `cells_of` for the same arguments. `processors` are those that `decode` applies.
   """
   total, eos_id = Comparison(), pair.vocabulary.eos_id
   sampling, batch_size = settings.sampling, settings.batch_size
@@ -149,7 +145,6 @@ def cut_into_cells(
       of the next token.
     num_samples: number of outputs that will be counted.
     num_tokens: number of first tokens, EOS included.
-    eos_id: token that ends an output.
   """
   cells: dict[Prefix, float] = {(): 1.0}
   level: list[Prefix] = [()]
@@ -168,10 +163,7 @@ def cut_into_cells(
 
 
 def compare(cells: Cells, texts: Sequence[Prefix], num_impossible: int = 0) -> Comparison:
-  """Compare the counts of sampled outputs with the probabilities of cells.
-
-  Of the outputs in `texts`, `num_impossible` have probability 0.
-  """
+  """Compare the counts of outputs, `num_impossible` of probability 0, with exact probabilities."""
   counts = dict.fromkeys(cells, 0)
   for text in texts:
     counts[next(text[:n] for n in range(len(text), -1, -1) if text[:n] in cells)] += 1
@@ -197,7 +189,6 @@ def _exact_probs(
   limit: int,
   processors: Processors,
 ) -> np.ndarray:
-  """Return the target's distribution of each token of `texts`, as an array [len(texts), T, V]."""
   rows = -(-len(texts) // 32) * 32  # few shapes, so few programs
   tokens = np.full((rows, len(texts[0])), pair.vocabulary.eos_id, np.int32)
   tokens[: len(texts)] = texts
@@ -216,10 +207,7 @@ def _probs(
   limit: int,
   processors: Processors,
 ) -> Array:
-  """Return the target's distribution [B, T, V] of each token, given the tokens before it.
-
-  All rows of `tokens` [B, T] have the same source [1, S], so a single prefill is enough.
-  """
+  """Return the target's distribution [B, T, V] of each token; all rows have one source [1, S]."""
   batch, num_tokens = tokens.shape
   first, length = model.prompt_tokens(source)
   last = gather(first, length[:, None] - 1)
@@ -232,10 +220,6 @@ def _probs(
 
 
 def _is_possible(eos_id: int, text: Prefix, probs: np.ndarray) -> bool:
-  """Return whether the target can generate a text, given its distributions [T, V] of the tokens.
-
-  No token may have probability 0 or follow EOS, and the text must be complete: it has T tokens or
-  ends with EOS.
-  """
+  """Return whether a text is complete (T tokens, or EOS at its end) and has probability above 0."""
   ends = len(text) == len(probs) or text[-1:] == (eos_id,)
   return bool(ends and eos_id not in text[:-1] and (probs[range(len(text)), text] > 0).all())

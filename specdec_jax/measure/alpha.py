@@ -27,7 +27,7 @@ from specdec_jax.pair import Pair
 class Estimate(NamedTuple):
   """Mean with its 95% confidence interval.
 
-  It is computed by a bootstrap over whole texts, because the tokens of a text are dependent.
+  The bootstrap is over whole texts, because the tokens of a text are dependent.
   """
 
   mean: float
@@ -82,13 +82,10 @@ def proposals(
   prompt: Int[Array, "B P"],
   tokens: Int[Array, "B T"],
 ) -> tuple[Int[Array, "B T N"], Float[Array, "B T N V"]]:
-  """Run a draft at each token of a given output.
+  """Return the draft tokens for each token of a given output, and their q.
 
   The draft proposes as in a round that begins at the token. This works for any draft, except those
   whose proposals depend on the outcomes of earlier rounds (`Draft.depends_on_outcomes`).
-
-  Returns:
-    The draft tokens for each token of the output, given the tokens before it, and their q.
   """
   first, prompt_length = target.prompt_tokens(prompt)
   batch, num_tokens = tokens.shape
@@ -164,10 +161,8 @@ def positional_acceptance(
 ) -> Float[np.ndarray, " W"]:
   """Measure positional acceptance: the probability that the child of each rank is accepted.
 
-  `theory.best_tree` needs these probabilities. At each token that the target generated,
-  the draft proposes `width` children. The probability that token verification accepts each of them
-  (and rejects the earlier ones) is computed, not sampled. The other arguments are those of
-  `measure_alpha`.
+  At each token that the target generated, the draft proposes `width` children. The probability that
+  token verification accepts each of them (and rejects the earlier ones) is computed, not sampled.
   """
   tree, total, count = branching(width), np.zeros(width), 0
   draft = pair.draft.build(sampling, tree)
@@ -195,7 +190,6 @@ def _sibling_probs(
   p = jnp.broadcast_to(distribution(logits, sampling)[:, :, None], (*logits.shape[:2], *nodes))
 
   def flat(x: Array) -> Array:
-    """Merge the axes B and T."""
     return x.reshape(-1, *x.shape[2:])
 
   q_x, r_x = draft_token_probs(tree, flat(draft_tokens), flat(q), flat(p), lenience)
@@ -235,8 +229,8 @@ def measure_alpha(
 ) -> Outputs:
   """Measure alpha of a pair's draft over text that its target generated.
 
-  `decoded` are outputs of autoregressive decoding for each batch of prompts. Only the fields of a
-  record that this text determines are set.
+  `decoded` are outputs of autoregressive decoding for each batch of prompts. Only the fields that
+  this text determines are set.
   """
   betas, changes, rejections = [], [], []
   draft = pair.draft.build(sampling, chain(1))

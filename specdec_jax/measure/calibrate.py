@@ -1,12 +1,12 @@
 """Calibration for gamma = 'auto' and tree = 'auto': the best predicted speed (Section 3.5).
 
-A short calibration decodes some of the texts of a run and times the parts of rounds. Closed forms
-predict the speed of each gamma. If the predicted speedup is small, a trial measures it. If the
-predicted or the measured speedup is below LEAST_GAIN, gamma is 0: decoding is autoregressive.
+A calibration decodes some of the texts of a run and times the parts of rounds. Closed forms
+predict the speed of each gamma; if the predicted speedup is small, a trial measures it. If the
+speedup is below LEAST_GAIN, gamma is 0: decoding is autoregressive.
 
-With tree = 'auto', the speed of trees is also predicted, from measured costs (Chen et al., Sequoia,
-2024). The best tree is used if a trial finds it at least LEAST_GAIN times as fast as the chosen
-gamma. Calibrations are cached on disk, in the folder of jax's compilation cache.
+With tree = 'auto', the speed of trees is predicted, too (Chen et al., Sequoia, 2024). The best tree
+is used if a trial finds it at least LEAST_GAIN times as fast as the chosen gamma. Calibrations are
+cached on disk, in the folder of jax's compilation cache.
 """
 
 import contextlib
@@ -73,7 +73,7 @@ class Calibration(NamedTuple):
   """Choice of gamma or of a tree, and the values on which the choice is based.
 
   `c`, `v` and `speedups` have one entry for each gamma, from 0. If trees were considered, alpha is
-  the acceptance rate of first children, so that chains and trees are compared by the same measure.
+  the acceptance rate of first children, so that chains and trees are comparable.
   """
 
   gamma: int  # used unless `branching` is chosen; 0 for autoregressive decoding
@@ -126,9 +126,8 @@ def choose(
   """Choose the gamma with the best predicted speed, from 0 to the largest measured gamma.
 
   gamma is 0 if the best predicted speedup is below LEAST_GAIN. Speed is predicted by
-  `theory.text_improvement`. The cost v of verification is interpolated linearly, from 1 at
-  gamma 0 through the measured gammas. The time of drafting is linear in gamma, through the smallest
-  and the largest measured gamma.
+  `theory.text_improvement`. v is interpolated linearly, from 1 at gamma 0 through the measured
+  gammas. The time of drafting is linear, through the smallest and the largest measured gamma.
 
   `costs` are measured for at least two gammas, and `lengths` are those of typical texts in tokens,
   one sequence per batch.
@@ -161,11 +160,10 @@ def choose_tree(
   """Choose the tree with the best predicted speed; chains are excluded.
 
   The candidates are the best trees for each maximum depth up to DEPTH and each number of nodes in
-  NODES, up to the largest measured number. The cost v of verification is interpolated linearly,
-  from 1 at one node through the measured trees. The time of drafting is a cost per level (one call
-  of the draft) plus a cost per draft token (wide levels cost more). Both are fitted by weighted
-  least squares. The equation of a tree is divided by v, because its drafting time is the difference
-  of two measured times of rounds, and the error of the difference grows with these times.
+  NODES, up to the largest measured number. v is interpolated linearly, from 1 at one node through
+  the measured trees. The time of drafting is a cost per level (one call of the draft) plus a cost
+  per draft token, both fitted by least squares. The equation of a tree is divided by v, because its
+  drafting time is the difference of two measured times of rounds, whose error grows with them.
 
   `acceptance` has for each rank the probability that the child of that rank is the accepted one.
   """
@@ -198,13 +196,11 @@ def resolve_tree(
   """Return the tree of draft tokens that a run's `gamma` and `tree` specify.
 
   Args:
-    gamma: number of draft tokens of a chain, or 0 for autoregressive decoding; 'auto' chooses it.
+    gamma: gamma of a chain; 0 for autoregressive decoding; 'auto' chooses it.
     tree: parents of the draft tokens; None for a chain; 'auto' chooses a tree or a chain. A tree or
       'auto' takes precedence over gamma.
-    pair: target and draft.
     texts: texts of the run; some of them are decoded to calibrate. An entry is None if the run does
       not decode that text. If all are None, 'auto' means autoregressive decoding.
-    settings: settings of the run.
     say: function that is called with a sentence that explains the choice.
 
   Raises:
@@ -252,10 +248,9 @@ def resolve_gammas(
   texts: Sequence[str],
   settings: Iterable[DecodeSettings],
 ) -> list[int]:
-  """Return the gammas to measure, with 'auto' replaced by the choice of `calibrate`.
+  """Return the gammas to measure, with 'auto' replaced by the choice for each of the settings.
 
-  'auto' is resolved separately for each of the settings. If the choice is autoregressive decoding,
-  the gamma above 0 with the best predicted speed is measured instead.
+  If the choice is autoregressive decoding, the best gamma above 0 is measured instead.
   """
   requested = (gammas,) if isinstance(gammas, str) else gammas
   resolved = set()
@@ -277,8 +272,7 @@ def calibrate(
 ) -> Calibration:
   """Choose gamma for texts; with `branching`, choose a tree if it is faster than a chain.
 
-  The calibration decodes about NUM_TEXTS texts, spread evenly over `texts`, in whole batches, of
-  which there is at least one. It takes seconds, plus the time to compile its programs.
+  About NUM_TEXTS texts, spread evenly over `texts`, are decoded in at least one whole batch.
 
   Raises:
     InputError: there are no texts, or the batch size is invalid.
@@ -298,7 +292,6 @@ class _Calibrator:
   settings: DecodeSettings
 
   def choose(self, branching: bool) -> Calibration:
-    """Decode the calibration texts, time rounds, and choose gamma or a tree; see `calibrate`."""
     batches = self.batches
     decode = self.decode_fn(chain(GAMMAS[-1]))
     outputs = [require_finite(jax.device_get(decode(*batch))) for batch in batches]
@@ -335,7 +328,6 @@ class _Calibrator:
 
   @functools.cached_property
   def batches(self) -> list[tuple[Array, Array]]:
-    """Prompts and random keys of each batch of calibration texts."""
     size = self.settings.batch_size
     count = max(1, NUM_TEXTS // size) * size
     picked = [self.texts[i * len(self.texts) // count] for i in range(count)]
@@ -349,7 +341,6 @@ class _Calibrator:
     ]
 
   def decode_fn(self, tree: Tree) -> Callable[..., DecodeResult]:
-    """Return a function of (prompt, keys) that decodes with the given tree."""
     settings = self.settings
     decode = self.pair.decode_fn(settings.sampling, tree, settings.lenience)
     return functools.partial(decode, max_new_tokens=settings.max_new_tokens)
@@ -373,7 +364,6 @@ class _Calibrator:
     return True
 
   def acceptance_of_ranks(self, outputs: Sequence[DecodeResult]) -> list[float]:
-    """Measure `positional_acceptance` on the outputs of the calibration texts."""
     longest = -(-max(int(output.lengths.max()) for output in outputs) // 16) * 16
     # Row by row, because q has several distributions per token and would take much memory.
     rows = [slice(i, i + 1) for i in range(self.settings.batch_size)]
@@ -407,15 +397,11 @@ def get_or_compute(
 ) -> tuple[Calibration, str]:
   """Return a cached calibration, or compute and cache it in the folder of jax's compilation cache.
 
-  Args:
-    compute: function that calibrates.
-    key: function that returns the key of the calibration, a JSON object; see `cache_key`.
-    num_texts: number of texts that `compute` uses. A cached calibration from fewer texts is not
-      used.
+  A cached calibration from fewer than `num_texts` texts is not used. `key` returns a JSON object.
 
   Returns:
-    The calibration, and words for a message that say when the calibration was made and where it is
-    cached. The words are empty if the calibration was computed now.
+    The calibration, and words for a message that say when it was made and where it is cached; ''
+    if it was computed now.
   """
   if not (cache := getattr(jax.config, "jax_compilation_cache_dir", None)):
     return compute(), ""
@@ -452,9 +438,8 @@ def cache_key(
 ) -> dict[str, Any]:
   """Return the key of a calibration in the cache, a JSON object.
 
-  It includes the models, the settings, the versions of the program, the machine and, within a
-  factor of 2, the length of the longest text. The content of the texts is not included, although it
-  determines alpha: a later run is assumed to have similar texts. The seed is not included either.
+  It includes the length of the longest text within a factor of 2, but neither the seed nor the
+  content of the texts, which determines alpha: a later run is assumed to have similar texts.
   """
   longest = max(len(pair.encode(text)) for text in texts)
   return dict(

@@ -37,13 +37,8 @@ def interleaved_seconds(
 ) -> tuple[Any, Any]:
   """Time several calls in turn, `repeats` times, so that other load affects all of them equally.
 
-  Before the first repeat, each call runs once untimed, to compile and to warm up. Every second
-  repeat runs in reverse order, so that no call always follows the same one.
-
-  Args:
-    calls: functions in a list, a dict or any other tree of JAX.
-    repeats: number of timed repeats.
-    run: function that runs a call and returns its seconds and its result.
+  Each call first runs once untimed, to compile. Every second repeat runs in reverse order, so that
+  no call always follows the same one. `calls` are in a list, a dict or any other tree of JAX.
 
   Returns:
     Seconds [repeats] of each call, and the last result of each call, in trees like `calls`.
@@ -66,8 +61,8 @@ def interleaved_medians(calls: Any, repeats: int) -> tuple[Any, Any]:
 def ratio_range(ratio: float, repeat_ratios: np.ndarray) -> tuple[float, float] | tuple[None, None]:
   """Return the range that covers a ratio and its values in single repeats [repeats].
 
-  The ratio is of times that are medians over the repeats, and may lie outside the range of the
-  single repeats. The range is (None, None) if there is only one repeat.
+  The ratio of medians may lie outside the range of the single repeats. The range is (None, None)
+  if there is only one repeat.
   """
   if len(repeat_ratios) < 2:
     return None, None
@@ -203,10 +198,7 @@ def round_calls(
 
 
 def round_costs(starts: Starts, parts: Parts, depths: Sequence[int]) -> list[Costs]:
-  """Compute the costs of each draft from the seconds of `start_calls` and `round_calls`.
-
-  `depths` has the depth of each draft's tree; for a chain, it is gamma.
-  """
+  """Compute the costs of each draft, whose tree has the given depth, from the seconds of calls."""
   return [
     Costs(
       target_step=parts.step.seconds,
@@ -229,13 +221,10 @@ def measure_costs(
   lenience: float = 1.0,
   repeats: int = 9,
 ) -> list[list[Costs]]:
-  """Measure the costs of a round with each pair and tree, with interleaved timings.
+  """Return, for each pair, the costs of a round with each tree, from interleaved timings.
 
   The pairs have the same target. The prefill is timed with the first tree. The time of each part is
   the median over the repeats.
-
-  Returns:
-    For each pair, the costs with each tree.
   """
   calls = []
   for pair in pairs:

@@ -1,7 +1,6 @@
 """Records of measurements, and the JSON Lines files that contain them.
 
-A record has the models, the settings and the machine of a measurement, its results, and the
-versions of the software. `docs/metrics.md` explains the fields of the results.
+`docs/metrics.md` explains the fields of the results.
 """
 
 import dataclasses
@@ -248,7 +247,7 @@ def settings_to_measure(
 ) -> list[Record]:
   """Return a record without measurements for each combination of settings and gamma.
 
-  `repeats` is the number of timed repeats; None if nothing is timed.
+  `repeats` is None if nothing is timed.
   """
   device, host = jax.devices()[0], provenance()
   num_devices = [len(x.sharding.device_set) for x in jax.tree.leaves(pair.target.params)]
@@ -296,9 +295,9 @@ def settings_to_measure(
 
 
 def results_path(output_dir: str | os.PathLike) -> pathlib.Path:
-  """Create a folder, and return the path of the records in it.
+  """Create a folder, and an empty file of records in it if there is none; return the file's path.
 
-  The file is created, so that a path that cannot be written fails before the measurement.
+  A path that cannot be written fails before the measurement.
   """
   path = pathlib.Path(output_dir) / "results.jsonl"
   path.parent.mkdir(parents=True, exist_ok=True)

@@ -68,10 +68,7 @@ class Result(NamedTuple):
 def report(records: Sequence[Record], examples: Sequence[Example], title: str) -> str:
   """Return a page with results, tables, charts, and rounds to step through.
 
-  Args:
-    records: one or more records. If several records have the same setting, the last one is used.
-    examples: decoded texts with their rounds.
-    title: title of the page.
+  If several records have the same setting, the last one is used.
   """
   series = _series([*{r.key: r for r in records}.values()])
   records = [r for group in series.values() for r in group]
@@ -144,11 +141,7 @@ def _table(records: Sequence[Record], columns: Sequence[Column]) -> Table:
 
 
 def _series(records: Sequence[Record]) -> Mapping[str, list[Record]]:
-  """Group records that differ only in gamma, and sort each group by gamma.
-
-  Returns:
-    Groups of records, by a description of the settings that distinguish the group from others.
-  """
+  """Group records that differ only in gamma by a description, and sort each group by gamma."""
   series: dict[str, list[Record]] = {}
   _, varying = tables.shared_and_varying(records, SETTINGS | DETAILS)
   for r in records:
@@ -158,7 +151,6 @@ def _series(records: Sequence[Record]) -> Mapping[str, list[Record]]:
 
 
 def _result(name: str, series: Sequence[Record]) -> Result:
-  """Return the best speedup of a series, and whether outputs equal the baseline's."""
   differing = [str(r.settings.gamma) for r in series if r.outputs.identical is False]
   if differing:
     exactness = f"the output DIFFERS at gamma {', '.join(differing)}"
@@ -188,7 +180,6 @@ def _overlap(other: Record, best: Record) -> bool:
 
 
 def _speedup_chart(name: str, series: Sequence[Record]) -> Chart:
-  """Return a chart of the predicted and measured speedups for each gamma."""
   bars = [
     Bar(f"gamma {r.settings.gamma}, {label}", value, f"{value:.2f}", kind)
     for r in series
@@ -203,7 +194,6 @@ def _speedup_chart(name: str, series: Sequence[Record]) -> Chart:
 
 
 def _acceptance_chart(heading: str, r: Record) -> Chart:
-  """Return a chart of the acceptance rate of each draft token of a round."""
   bars, count = [], float(r.outputs.rounds or 0)  # number of verified draft tokens
   for i, share in enumerate(r.outputs.acceptance_by_position or (), 1):
     few = f" of {count:.0f}" if 0 < count < FEW else ""

@@ -1,10 +1,8 @@
 """Arithmetic operations and bytes of the parts of a round, counted in their programs.
 
-The bandwidth-bound estimate of the time of a step is the bytes that it reads / memory bandwidth.
-
 A decoding step uses each weight for only a few tokens, so reading the weights dominates its time
-(Section 3.4). The measured time divided by this estimate is the largest factor by which a step
-could become faster, unless weights stay in a processor cache.
+(Section 3.4). The bandwidth-bound estimate of the time of a step is the bytes that it reads /
+memory bandwidth.
 """
 
 import functools
@@ -43,8 +41,7 @@ class StepBytes(NamedTuple):
 def memory_bandwidth(repeats: int = 5) -> float:
   """Measure the bytes per second at which the first device reads its memory.
 
-  The device multiplies a float32 matrix by a vector, as in decoding, from the left and from the
-  right. The faster of the two counts. Each time is the median of the repeats.
+  A float32 matrix is multiplied by a vector from the left and from the right; the faster counts.
   """
   device = jax.devices()[0]
   side = CPU_SIDE if device.platform == "cpu" else ACCELERATOR_SIDE
@@ -67,7 +64,7 @@ def step_bytes(
   """Count the bytes that one decoding step, one draft step and one verification have to read.
 
   The count includes the parameters that are used and all slots of the caches, but not logits and
-  activations; see `read_bytes`. The prompts are [B, P], and the draft is built for gamma tokens.
+  activations; see `read_bytes`.
   """
   params = pair.params
   rng = jax.random.split(jax.random.key(0), len(prompt))
@@ -91,7 +88,6 @@ def step_bytes(
 def _before(
   pair: Pair, draft: Draft, prompt: Array, sampling: Sampling, max_new_tokens: int
 ) -> DecodeState:
-  """Return the shapes of the state before a round."""
   decoder = Decoder(pair.target.model, draft, pair.verifier_for(sampling))
   rng = jax.random.split(jax.random.key(0), len(prompt))
   init = functools.partial(decoder.init, prompt=prompt, rng=rng, max_new_tokens=max_new_tokens)
@@ -99,7 +95,6 @@ def _before(
 
 
 def _shard_share(params: Any) -> float:
-  """Return the fraction of the parameters that one device holds; 1 if they are not sharded."""
   leaves = jax.tree.leaves(params)
   if not leaves:
     return 1.0
@@ -108,13 +103,11 @@ def _shard_share(params: Any) -> float:
 
 
 def read_bytes(f, *args) -> int:
-  """Estimate the bytes that f(*args) reads from its arguments.
+  """Estimate the bytes that f(*args) reads from its arguments, arrays or their shapes.
 
-  Arguments are arrays or their shapes. An unused argument counts 0 bytes. If an argument is only
-  gathered or sliced, only the elements that are read count. Any other argument counts once, with
-  all its elements. A scan reads its inputs in every iteration; a while loop is assumed to run once.
-  It is assumed that no data stays in a processor cache between iterations, as the weights of a
-  small model may.
+  If an argument is only gathered or sliced, only the elements that are read count. Any other used
+  argument counts once. A scan reads its inputs in every iteration; a while loop is assumed to run
+  once. No data is assumed to stay in a processor cache between iterations.
   """
   reads, in_loops = _reads(jax.make_jaxpr(f)(*args).jaxpr)
   return sum(reads.values()) + in_loops
@@ -149,8 +142,8 @@ def _nbytes(var) -> int:
 def operations_ratio(pair: Pair, prompt: Array, sampling: Sampling) -> float:
   """Compute c-hat: operations of a draft step / operations of a target step (Section 3.4).
 
-  Only the operations of matmuls count, because others are few. The operations of a draft step are
-  the difference between proposing two tokens and proposing one.
+  Only matmuls count. The operations of a draft step are the difference between proposing two tokens
+  and proposing one.
   """
   rng = jax.random.split(jax.random.key(0), len(prompt))
   params = pair.params
@@ -159,7 +152,6 @@ def operations_ratio(pair: Pair, prompt: Array, sampling: Sampling) -> float:
     return matmul_operations(jax.make_jaxpr(f)(*args).jaxpr)
 
   def before(draft: Draft) -> DecodeState:
-    """Return the shapes of the state before a round, with the same slots for gamma 0, 1 and 2."""
     return _before(pair, draft, prompt, sampling, max(0, 2 - draft.tree.depth))
 
   def propose(gamma: int) -> int:

@@ -28,8 +28,7 @@ class Branch(NamedTuple):
   """Branch of a tree: consecutive draft tokens that did not enter the text.
 
   Attributes:
-    depth: number of draft tokens on the path before the branch. They belong to the accepted path or
-      to an earlier branch.
+    depth: number of draft tokens on the path before the branch.
     rejected: first token of the branch if it was verified, otherwise None. It was verified if it is
       an earlier sibling of an accepted node or, if the target's token was emitted, a child of the
       last accepted node.
@@ -46,13 +45,10 @@ class Round(NamedTuple):
 
   Attributes:
     accepted: draft tokens that entered the text.
-    rejected: in a chain, the draft token that was rejected; None if all draft tokens were accepted,
-      or if the text ended before the target's token.
-    unverified: in a chain, the remaining draft tokens, which follow a rejected draft token or the
-      end of the text.
+    rejected: in a chain, the draft token that was rejected, if any.
+    unverified: in a chain, the remaining draft tokens.
     target_token: token sampled from the target; None if the text ended before it.
-    branches: in a tree, the branches of draft tokens that were not accepted. Branches that leave
-      the accepted path at a greater depth come first.
+    branches: in a tree, the branches of draft tokens that were not accepted, the deepest first.
   """
 
   accepted: tuple[str, ...]
@@ -99,10 +95,8 @@ def read_rounds(
 
   Args:
     decoded: result of decoding, on the host.
-    row: index of the row in the batch.
-    pieces: function from token ids to the text of each token inside a text (`Vocabulary.pieces`).
-    parents: `Tree.parents` of a static tree, one per draft token. They are not needed for a chain,
-      and for a dynamic tree they are part of `decoded`.
+    pieces: function from token ids to the text of each token (`Vocabulary.pieces`).
+    parents: `Tree.parents` of a static tree; a chain or a dynamic tree needs none.
   """
   rounds = []
   draft_tokens, num_accepted, next_token, num_emitted, *_ = (
@@ -134,11 +128,7 @@ def read_rounds(
 def _branches(
   parents: Sequence[int], words: Sequence[str], accepted: list[int], has_target_token: bool
 ) -> tuple[Branch, ...]:
-  """Return the branches of a tree other than the accepted path.
-
-  `parents` and `words` are those of the nodes 1 to N. `has_target_token` tells whether the target's
-  token was emitted after the accepted path.
-  """
+  """Return the branches of a tree other than the accepted path; word i is that of node i + 1."""
   paths: list[list[int]] = [[]]  # from the root to each node
   for node, parent in enumerate(parents, 1):
     paths.append([*paths[parent], node])
@@ -162,11 +152,10 @@ def _branches(
 
 
 def round_text(r: Round) -> Text:
-  """Format a round as a colored line.
+  """Format a round as a colored line; each branch of a tree is on its own line below.
 
   Brackets mark a rejected token and the target's token, in case colors are not visible. Unverified
-  tokens of a chain are left out. The branches of a tree follow on separate lines. Each branch
-  begins in the column where it leaves the line above.
+  tokens of a chain are left out. A branch begins in the column where it leaves the line above.
   """
   parts = [(piece, ACCEPTED) for piece in r.accepted]
   parts += _rejected(r.rejected)

@@ -81,7 +81,6 @@ def speed_steps(
   """Return the steps of a sweep that measure a pair on texts, one step per sampling method.
 
   Args:
-    pair: target and draft.
     texts: sources, decoded `batch_size` at a time.
     settings: settings that differ only in their sampling method.
     gammas: numbers of draft tokens per round; each is measured with each of the settings.
@@ -138,8 +137,8 @@ def speed_steps(
 class Speed(NamedTuple):
   """Outputs, total times and costs of decoding the same texts with and without speculation.
 
-  The times are sums over batches; the time of a batch is the median of its repeats. The costs are
-  timed between the decodes; they are medians over the repeats, averaged over batches.
+  Times are sums over batches of the median over repeats. Costs are medians over the repeats,
+  averaged over batches.
   """
 
   baseline: list[DecodeResult]  # outputs of each batch, on the host
@@ -178,9 +177,8 @@ def measure_speed(
 ) -> Speed:
   """Measure the speed of decoding autoregressively and with each gamma, interleaved.
 
-  The speed of a shared machine changes within minutes. Therefore costs are timed between the
-  decodes, at NUM_COSTED batches, or up to twice as many, spread evenly. If there are fewer batches,
-  costs are timed at all of them. The batch size is that of the prompts.
+  The speed of a shared machine changes within minutes, so costs are timed between the decodes, at
+  NUM_COSTED to twice as many batches, spread evenly, or at all batches if there are fewer.
   """
   sampling, max_new_tokens, lenience = settings.sampling, settings.max_new_tokens, settings.lenience
   drafts = [pair.draft.build(sampling, chain(gamma)) for gamma in gammas]
@@ -225,7 +223,6 @@ def measure_speed(
 
 
 def _over_batches(reduce: Callable[..., Any], seconds: Sequence[Any]) -> Any:
-  """Reduce the median seconds of each call over batches."""
   return jax.tree.map(lambda *each: float(reduce(np.median(each, axis=1))), *seconds)
 
 
@@ -240,7 +237,6 @@ def _records(
   wanted: Sequence[Record],
   speed: Speed,
 ) -> Iterator[Record]:
-  """Yield a record for each gamma of one sampling method."""
   sampling = settings.sampling
   # Corollary 6 and the closed forms are about Algorithm 1.
   is_algorithm_1 = type(pair.verifier_for(sampling)) is TokenVerifier
@@ -308,8 +304,8 @@ def _predictions(
 ) -> dict[str, float | None]:
   """Return the predicted speedups of a record, and None for times that mean nothing.
 
-  Without alpha, and for trees, the prediction uses the acceptance length of these rounds, which is
-  that of the verifier in use. If noise makes a cost negative, there is no prediction.
+  Without alpha, and for trees, the prediction uses the acceptance length of these rounds. If noise
+  makes a cost negative, there is no prediction.
   """
   gamma = setting.settings.gamma
   outputs, costs = speed.speculative[gamma], speed.costs[gamma]

@@ -26,13 +26,9 @@ class Step(NamedTuple):
 
 
 def measure_missing(results: pathlib.Path, steps: Sequence[Step]) -> list[Record]:
-  """Measure the settings that `results` lacks, and append their records to it.
+  """Measure the settings that `results` lacks, and return the records of all settings.
 
-  Compiled programs are dropped between steps, because a process can hold only a limited number of
-  programs.
-
-  Returns:
-    The records of all settings, whether they were measured now or before.
+  Compiled programs are dropped between steps, because a process can hold only a limited number.
   """
   wanted = [setting for step in steps for setting in step.settings]
   todo = [(step, missing(results, step.settings)) for step in steps]
@@ -72,12 +68,9 @@ def sweep(
   """Measure missing settings, then print tables and write a page with the records of all settings.
 
   Args:
-    output_dir: folder of `results.jsonl` and `report.html`. It is opened before the first step, so
-      that a missing write permission raises before the work starts.
-    steps: steps of the sweep, or a function that returns them.
+    output_dir: folder of `results.jsonl` and `report.html`, opened before the first step.
     tables: function that takes the records of all settings and returns the tables to print.
-    page: function that takes the records of all settings and returns the content of `report.html`;
-      None for no page.
+    page: function from these records to the content of `report.html`; None for no page.
   """
   results = results_path(output_dir)
   measured = measure_missing(results, [*(steps() if callable(steps) else steps)])

@@ -50,13 +50,11 @@ def render(table: Table, fmt: str) -> str:
   """Format a table. The text ends in a newline.
 
   Args:
-    table: table to format.
-    fmt: 'terminal', 'markdown', 'csv' or 'latex'. The LaTeX code is a float with a caption. CSV has
-      only headings and cells; the other formats also have the title, the notes and the legend (in
-      LaTeX, notes and legend are comments). CSV and LaTeX need pandas.
+    fmt: 'terminal', 'markdown', 'csv' or 'latex'. LaTeX code is a float with a caption, and has
+      notes and legend as comments. CSV has only headings and cells. CSV and LaTeX need pandas.
 
   Raises:
-    InputError: there is no such format, or pandas is needed and is not installed.
+    InputError: there is no such format, or pandas is not installed.
   """
   formats = {"terminal": _terminal, "markdown": _markdown, "csv": _csv, "latex": _latex}
   if fmt not in formats:
@@ -90,7 +88,6 @@ def _markdown(table: Table) -> str:
 
 
 def _frame(table: Table):
-  """Return the cells as a pandas DataFrame."""
   try:
     import pandas
   except ImportError as error:
@@ -133,10 +130,7 @@ def sampling_text(r: Record) -> str:
 
 
 def models_text(r: Record, draft: bool = True) -> str:
-  """Return the task, the target and (if `draft` is True) the draft of a record.
-
-  Without a task, return only the paths or names of the models (`Record.target_label`).
-  """
+  """Return the task, the target and (if `draft`) the draft; without a task, their labels."""
   if r.settings.task is None:
     names = [r.target_label, r.draft_label]
   else:
@@ -161,7 +155,6 @@ def range_text(r: Record) -> str:
 
 
 def _tree_text(r: Record) -> str:
-  """Describe a proposal; a static tree by the number of its nodes at each depth."""
   if not r.settings.tree:
     return r.kind if r.kind == "chain" else f"{r.kind} of {r.num_nodes} nodes"
   depths = [0]
@@ -224,8 +217,8 @@ def shared_and_varying(
 class Column(NamedTuple):
   """A column of a table with one row per record.
 
-  The value is the path of a field, such as 'times.c', or a function of the record. A TypeError from
-  it means that a field that it needs is None.
+  The value is the path of a field, such as 'times.c', or a function of the record, which raises
+  TypeError if a field that it needs is None.
   """
 
   heading: str
@@ -303,7 +296,6 @@ def noise_notes(records: Sequence[Record]) -> list[str]:
 
 
 def _bandwidth(name: str, part: str, words: str) -> tuple[Column, Column]:
-  """Return columns of the bytes of a part of a round, and of their share of the bandwidth."""
   get = operator.attrgetter(f"times.{part}_mb", "times.memory_gb_per_s", f"times.{part}_ms")
 
   def share(r: Any) -> float:

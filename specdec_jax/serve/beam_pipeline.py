@@ -25,12 +25,7 @@ from specdec_jax.serve.lines import count_records, decode_lines, output_record
 
 
 class TextBlock(NamedTuple):
-  """Consecutive texts of a data set.
-
-  Attributes:
-    first: index of the first text in the data set, a multiple of the batch size.
-    sources: the texts (`data.text.read_sources`).
-  """
+  """Consecutive texts; `first`, a multiple of the batch size, is the index of the first text."""
 
   first: int
   sources: list[dict[str, Any]]
@@ -42,13 +37,10 @@ DecodeFn = Callable[[TextBlock], list[dict]]
 class SpeculativeModelHandler(ModelHandler[TextBlock, list[dict], DecodeFn]):
   """Model handler for `RunInference` that decodes each `TextBlock` speculatively.
 
-  The prediction for a block has a record for each text (`lines.output_record`). The random
-  keys of a text depend only on the seed and on the index of the text in the data set, and texts of
-  different blocks are not decoded together. The outputs therefore do not depend on how a runner
-  divides the blocks into bundles.
-
-  The counters `texts`, `tokens`, `rounds`, `draft_tokens` and `accepted` have the namespace
-  'specdec'.
+  The prediction for a block has a record for each text (`lines.output_record`). Its random keys
+  depend only on the seed and the index of the text, and texts of different blocks are not decoded
+  together, so the outputs do not depend on how a runner divides the blocks into bundles. The
+  counters `texts`, `tokens`, `rounds`, `draft_tokens` and `accepted` have the namespace 'specdec'.
   """
 
   def __init__(self, load_pair: Callable[[], Pair], tree: Tree, settings: DecodeSettings):
@@ -88,10 +80,8 @@ def decode_shards(
   """Run a pipeline that decodes shards and writes their records.
 
   Args:
-    handler: the model handler.
     shards: for each shard, the path of its texts, the path of its records, and the index of its
       first text in the data set.
-    runner: name of the runner.
     options: options of the pipeline, such as '--direct_num_workers=2'.
 
   Raises:

@@ -76,7 +76,6 @@ class Choice:
     return choice
 
   def _logprobs(self) -> dict[str, Any] | None:
-    """Return the tokens that were not sent yet and their log-probabilities."""
     assert self.output is not None
     if self.output.logprobs is None:
       return None
@@ -98,16 +97,11 @@ class Choice:
 class Completion:
   """Request for completions and its answer, an ASGI application.
 
-  When the request is made, its texts are put into the queue of the engine. When the client
-  disconnects, they are cancelled.
+  Its texts are put into the queue of the engine, and cancelled when the client disconnects.
   """
 
   def __init__(self, service: Service, request: CompletionRequest, start: float):
-    """Validate a request that arrived at time `start`, and put its texts into the queue.
-
-    Raises:
-      RequestError: the request is invalid, the queue is full or the server is being stopped.
-    """
+    """Validate a request that arrived at time `start`, and queue its texts, or raise an error."""
     self._service, self._request, self._start = service, request, start
     if request.model != service.name:
       message = f"The model {request.model!r:.60} does not exist; give {service.name!r}."
@@ -145,7 +139,6 @@ class Completion:
       raise RequestError(503, str(error)) from None
 
   def _prepare(self) -> tuple[GenerateCall, list[list[int]], list[int]]:
-    """Return the call of `generate`, tokens of the prompts and their limits of new tokens."""
     service, pair, request = self._service, self._service.pair, self._request
     settings = dict(
       request.settings,
@@ -228,7 +221,6 @@ class Completion:
       metrics.duration.observe(time.monotonic() - self._start)
 
   async def _answer(self, scope: Any, receive: Any, send: Any) -> int:
-    """Send the answer, and return its status."""
     try:
       await (self._stream(send) if self._request.stream else self._send(scope, receive, send))
     except Exception as error:
@@ -256,7 +248,6 @@ class Completion:
     return {"prompt_tokens": prompt, "completion_tokens": new, "total_tokens": prompt + new}
 
   async def _send(self, scope: Any, receive: Any, send: Any) -> None:
-    """Send the whole answer as JSON."""
     async for _ in self._progress():
       pass
     choices = [choice.take() for choice in self._choices]
@@ -264,7 +255,6 @@ class Completion:
     await JSONResponse(body)(scope, receive, send)
 
   async def _stream(self, send: Any) -> None:
-    """Send pieces of text as server-sent events."""
     header = self._header | ({"usage": None} if self._request.include_usage else {})
     async for choice in self._progress():
       if not self._is_streaming:
@@ -289,7 +279,6 @@ class Completion:
 
 
 async def _send_event(send: Any, data: Any, more: bool = True) -> None:
-  """Send a server-sent event; a string as it is, anything else as JSON."""
   text = data if isinstance(data, str) else json.dumps(data)
   body = f"data: {text}\n\n".encode()
   await send({"type": "http.response.body", "body": body, "more_body": more})

@@ -79,20 +79,17 @@ def decode(
     texts: texts, or the path of a text file or a .jsonl file (`text.read_sources`), or a pattern of
       such paths, as in 'gs://bucket/texts-*.jsonl.gz'.
     output_dir: folder of the outputs, in a file system that all workers can access.
-    runner: name of the runner: 'DirectRunner', 'PrismRunner', 'FlinkRunner', 'DataflowRunner' or
-      another runner of Beam.
+    runner: name of a runner of Beam, such as 'FlinkRunner' or 'DataflowRunner'.
     pipeline_options: options of Beam and of the runner, such as '--direct_num_workers=2'.
     num_shards: number of output files. A worker decodes one shard at a time, and an interrupted
       shard is decoded again from its first text.
     prefix: text prepended to each line that is not blank, such as the prefix of a T5 task. It is
       not prepended if `texts` is a list.
     num_texts: maximum number of texts to decode; None for all.
-    sampling: sampling method; argmax by default.
     gamma: draft tokens per round; 0 for autoregressive decoding; 'auto' chooses the fastest on this
       machine, once for all workers.
     batch_size: number of texts that a worker decodes together.
     max_new_tokens: limit for each output.
-    seed: random seed of all sampling.
     lenience: lenience l of Appendix A.5; 1 is exact.
     tree: parents of a tree of draft tokens (`trees.Tree`), instead of a chain of gamma; 'auto'
       chooses the fastest tree or chain on this machine, once for all workers.

@@ -62,11 +62,9 @@ class _Group:
 class Engine:
   """Bounded queue of texts, and the thread that decodes them.
 
-  The thread lets the groups take turns, one step each. Within a group, texts start in the order of
-  the queue. If a text needs a further group and none is idle, the texts behind it wait too, so that
-  it is never overtaken for long.
-
-  An idle group is kept until another group needs its place.
+  The groups take turns, one step each. Within a group, texts start in the order of the queue. If a
+  text needs a further group and none is idle, the texts behind it wait too, so that it is never
+  overtaken for long. An idle group is kept until another group needs its place.
   """
 
   def __init__(self, new_slots: Callable[[Decoder], Slots], limits: Limits):
@@ -165,7 +163,6 @@ class Engine:
       text.report(Closed("The server is shutting down."), True)
 
   def _admit(self) -> None:
-    """Free the slots of cancelled texts, and assign free slots to waiting texts."""
     for group in self._groups.values():
       gone = group.texts & self._cancelled
       group.texts -= gone
@@ -191,7 +188,6 @@ class Engine:
     return self._groups.setdefault(decoder, _Group())
 
   def _turn(self, decoder: Decoder, group: _Group) -> None:
-    """Update the slots of a group, run one step, and report its results."""
     if group.slots is None:
       group.slots = self._new_slots(decoder)
     for text in group.cancelled:

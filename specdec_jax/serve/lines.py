@@ -38,14 +38,10 @@ def decode_lines(
   target cannot decode has an empty output and no result.
 
   Args:
-    pair: target and draft.
-    lines: sources.
     tree: tree of draft tokens; `chain(0)` for autoregressive decoding.
-    settings: settings of decoding.
     decode: function of (prompt, keys, *, max_new_tokens) that decodes a batch, to use instead of
       `pair.decoder`.
     start: index of the first line. It determines the random keys.
-    processors: logits processors.
   """
   batch_size = settings.batch_size
   if decode is None:
@@ -79,7 +75,6 @@ def _decode_in_slots(
   settings: DecodeSettings,
   start: int,
 ) -> Iterator[Decoded]:
-  """Decode lines by continuous batching; see `decode_lines`."""
   index = [i for i, line in enumerate(lines) if pair.can_decode(line)]
   lengths = [len(pair.encode(lines[i])) for i in index]
   width = -(-max(lengths) // 8) * 8

@@ -30,14 +30,7 @@ EXTRA_FIELDS = tuple(name for name in SETTINGS if name not in _UNSUPPORTED)
 
 
 class RequestError(Exception):
-  """Error with which a request is answered.
-
-  Attributes:
-    status: HTTP status.
-    message: one sentence.
-    param: field of the request that is at fault, if there is one.
-    code: code of the error in OpenAI's API, if there is one.
-  """
+  """Error with which a request is answered; `param` is the field at fault, if there is one."""
 
   def __init__(self, status: int, message: str, param: str | None = None, code: str | None = None):
     super().__init__(message)
@@ -141,10 +134,9 @@ def parse_request(body: bytes) -> CompletionRequest:
 
 @contextlib.contextmanager
 def input_errors(names: Collection[str]) -> Iterator[None]:
-  """Context of a request's validation: it raises errors as a `RequestError` with status 400.
+  """Raise errors as a `RequestError` with status 400.
 
-  Args:
-    names: fields of the request. A message that begins with one of them is about that field.
+  A message that begins with one of `names`, fields of the request, is about that field.
   """
   try:
     yield

@@ -43,15 +43,12 @@ class Histogram:
 
 @dataclasses.dataclass
 class Metrics:
-  """Counters of a server.
+  """Counters of a server. Tokens and rounds are those of outputs that are complete.
 
   Attributes:
     requests: number of requests for completions by HTTP status; 499 if the client disconnected.
-    prompt_tokens: number of prompt tokens of outputs that are complete.
-    tokens: number of tokens of outputs that are complete.
-    rounds: number of rounds of these outputs.
-    first_token: times from a request to its first token.
-    duration: times from a request to the end of its answer.
+    first_token: times from a request to its first token, in seconds.
+    duration: times from a request to the end of its answer, in seconds.
   """
 
   requests: collections.Counter = dataclasses.field(default_factory=collections.Counter)
@@ -87,16 +84,7 @@ class Metrics:
 
 
 class Service:
-  """Pair that is served.
-
-  Attributes:
-    pair: target and draft.
-    limits: limits of requests and of the engine.
-    name: name of the model in requests.
-    prefix: text before each prompt of a request without a task.
-    metrics: counters.
-    engine: engine that decodes the texts.
-  """
+  """Pair that is served; `prefix` is the text before each prompt of a request without a task."""
 
   def __init__(
     self,

@@ -28,8 +28,6 @@ class Text:
   """Text to decode.
 
   Attributes:
-    decoder: decoder of the text.
-    prompt: tokens of the prompt.
     rng: random key of the text.
     limit: maximum number of new tokens.
     report: function that the engine's thread calls with the result so far, a batch of one row, and
@@ -49,11 +47,8 @@ class Slots:
   """A fixed number of slots, each of which holds one text or none.
 
   The output of a text depends neither on the other texts nor on its slot. A text that is added
-  alone is prefilled alone; several are prefilled together.
-
-  Attributes:
-    prompt_width: maximum number of tokens of a prompt.
-    max_new_tokens: upper bound of the limits of all texts.
+  alone is prefilled alone; several are prefilled together. `prompt_width` is the maximum number of
+  tokens of a prompt, and `max_new_tokens` that of the limits of all texts.
   """
 
   def __init__(

@@ -25,9 +25,8 @@ class ParallelText:
   """Encoded sentence pairs; each side is a list of token ids that ends with EOS.
 
   Attributes:
-    teacher: for each pair, the k most probable tokens of a teacher at each of T target positions,
-      and their probabilities (`distillation.teacher_topk`). Both are arrays [T, k]. None to learn
-      from the targets alone.
+    teacher: for each pair, the k most probable tokens of a teacher at each target position and
+      their probabilities, both [T, k]. None to learn from the targets alone.
   """
 
   sources: list[list[int]]
@@ -76,10 +75,9 @@ class Batch(NamedTuple):
   """Sentence pairs, padded with NO_TOKEN to common lengths S of sources and T of targets.
 
   Attributes:
-    source: [B, S], source tokens.
-    targets: [B, T], target tokens; T is S, but at most MAX_TARGET.
-    labels: [B, T, k], tokens to learn at each position; without a teacher, the target token
-      (k = 1).
+    source: [B, S].
+    targets: [B, T]; T is S, but at most MAX_TARGET.
+    labels: [B, T, k], tokens to learn; without a teacher, the target token (k = 1).
     weights: [B, T, k], probabilities of the labels; 0 at padding.
   """
 
@@ -94,13 +92,11 @@ def epoch_batches(
 ) -> list[tuple[int, np.ndarray]]:
   """Return the batches of one epoch, in shuffled order, as (padded length, pair indices [B]).
 
-  The batch size of a bucket is `tokens_per_batch // length`, so that all batches cost about the
-  same. It is rounded down to a multiple of `multiple`, the number of devices that share the rows of
-  a batch, but is at least `multiple`. The last batch
-  of a bucket is filled up with random pairs of the same bucket, so that each bucket has one shape
-  to compile. Pairs longer than the last bucket, or with targets longer than MAX_TARGET, are left
-  out, with a warning in epoch 0.
-
+  The batch size of a bucket is `tokens_per_batch // length`, rounded down to a multiple of
+  `multiple`, the number of devices that share the rows, but at least `multiple`. The last batch of
+  a bucket is filled up with random pairs of the bucket, so that each bucket has one shape to
+  compile. Pairs longer than the last bucket, or with targets longer than MAX_TARGET, are left out,
+  with a warning in epoch 0.
   """
   if not len(text):
     return []

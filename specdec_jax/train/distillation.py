@@ -37,11 +37,7 @@ NUM_SAMPLED_TEXTS = 512  # validation texts sampled from a decoder-only target
 class Teacher(NamedTuple):
   """Target whose distributions drafts are trained on.
 
-  Attributes:
-    vocabulary: vocabulary of the target.
-    config: configuration of the target, with the layout that its parameters have.
-    params: parameters of the target.
-    mesh: mesh of the devices that the target runs on.
+  `config` has the layout of `params`, which are sharded across `mesh`.
   """
 
   vocabulary: Vocabulary
@@ -77,13 +73,9 @@ class Teacher(NamedTuple):
     unconditionally). If the file exists, it is read whatever the other arguments are.
 
     Args:
-      path: path of the file.
       data: folder of the text files.
       sources: names of the source files; None if the target is decoder-only.
-      targets: names of the files with the translation of each source file. For a decoder-only
-        target, names of text files.
-      samples: number of outputs to sample for each source.
-      new_sources: number of additional sources (`spliced_sentences`).
+      targets: names of the files with the translation of each source file, or of text files.
       tail: see `teacher_topk`.
       writer: model and parameters that sample the outputs; by default those of the teacher.
     """
@@ -132,10 +124,7 @@ class Teacher(NamedTuple):
 
 
 def open_teacher(path: str, vocabulary: Vocabulary, model_parallel: int) -> Teacher:
-  """Load a checkpoint of any format as a teacher that is sharded across the devices of this host.
-
-  Each copy of the model is sharded across `model_parallel` devices, as in `TrainSettings`.
-  """
+  """Load a checkpoint of any format as a teacher that is sharded across this host's devices."""
   mesh = make_mesh(model_parallel)
   shardings = functools.partial(param_shardings, mesh=mesh)
   model, params = load_model("target", open_checkpoint(path), vocabulary, shardings=shardings)
@@ -153,10 +142,9 @@ def teacher_topk(
 ) -> list[tuple[np.ndarray, np.ndarray]]:
   """Return the k most probable tokens of a teacher, with probabilities, at each target position.
 
-  With `tail`, the target token itself is appended to the k tokens, and a weight is appended to
-  their probabilities: 0 if the target token is among the k tokens, and 1 otherwise. If the teacher
-  sampled the targets, this is an unbiased estimate of the rest of the distribution: in expectation,
-  cross-entropy with these labels equals cross-entropy with the teacher's whole distribution.
+  With `tail`, the target token is appended to the k tokens, with weight 0 if it is among them and 1
+  otherwise. If the teacher sampled the targets, cross-entropy with these labels equals, in
+  expectation, cross-entropy with the teacher's whole distribution.
 
   Returns:
     For each pair, tokens and their probabilities, both [T, k], or [T, k + 1] with `tail`. T is the
@@ -189,10 +177,9 @@ def residual_labels(
 ) -> ParallelText:
   """Return the text with labels max(0, p - q): what the target still needs after q is rejected.
 
-  p is the distribution of the teacher in `text`, and q that of another draft, whose configuration
-  and parameters are given. The labels of a position sum to about 1 - beta (Definition 3.1), so a
-  draft that is trained on them learns most where the other draft is rejected (boost-tuning,
-  SpecInfer; Miao et al., 2024). It also learns to propose other tokens than that draft.
+  p is the distribution of the teacher in `text`, and q that of another draft. The labels of a
+  position sum to about 1 - beta (Definition 3.1), so a draft that is trained on them learns most
+  where the other draft is rejected (boost-tuning, SpecInfer; Miao et al., 2024).
   """
   assert text.teacher is not None
   draft = module_of(config)
@@ -230,12 +217,10 @@ def spliced_sentences(lines: list[str], count: int, seed: int = 0) -> list[str]:
   """Return `count` new sentences, each of which joins the start of one line to the end of another.
 
   Two lines are joined where they share two neighboring words. A teacher can label any source, so
-  the new sentences need no reference translation. They matter for small corpora: a draft that is
-  trained on only 29,000 captions memorizes them.
+  the new sentences need no translation. They keep drafts from memorizing small corpora.
 
   Raises:
-    InputError: 20 * `count` attempts gave fewer than `count` new sentences, because the lines share
-      too few word pairs.
+    InputError: the lines share too few word pairs.
   """
   rng = np.random.default_rng(seed)
   words = [line.split() for line in lines]

@@ -34,10 +34,9 @@ class TrainSettings:
     epochs: number of passes over the training pairs.
     max_steps: maximum number of steps; None to train for all epochs.
     tokens_per_batch: approximate number of source tokens in a batch, padding included.
-    peak_learning_rate: highest learning rate of Adafactor with parameter scaling, which is the size
-      of an update relative to the parameter.
-    warmup_steps: number of steps of linear warm-up. A cosine decay follows, which reaches zero at
-      the end of training.
+    peak_learning_rate: highest learning rate of Adafactor with parameter scaling: the size of an
+      update relative to the parameter.
+    warmup_steps: steps of linear warm-up, before a cosine decay to zero at the end of training.
     label_smoothing: probability mass spread evenly over the vocabulary.
     seed: seed of initialization, batch order, and randomness of the loss, such as dropout.
     save_every: number of steps between checkpoints. The end of each epoch is saved, too.
@@ -81,21 +80,17 @@ def train(
   same as that of an uninterrupted run.
 
   Args:
-    objective: initial parameters, loss, validation scores and relative learning rates.
-    settings: see `TrainSettings`.
-    train_pairs: encoded sentence pairs to train on.
-    valid_pairs: encoded sentence pairs for the scores that are printed after each epoch.
+    valid_pairs: pairs for the scores that are printed after each epoch.
     output_dir: folder for `checkpoints/` and for `metrics.jsonl`, which has one line per epoch. For
-      an epoch that was resumed, `train_loss`, `tokens_per_s` and `seconds` cover only the steps
-      since the last start. Times include compilation. If `init` and `bleu` are given, a line of
-      epoch 0 has the scores before training.
+      a resumed epoch, `train_loss`, `tokens_per_s` and `seconds` cover only the steps since the
+      last start. Times include compilation. With `init` and `bleu`, epoch 0 is before training.
     init: initial parameters; None for random parameters from `objective.init`.
     bleu: function from parameters to BLEU on validation text; it is called after each epoch.
 
   Raises:
-    InputError: no training pair or no validation pair fits into a batch, the warm-up is at least as
-      long as the run, `model_parallel` does not divide the number of devices, or a loss or a
-      parameter is not finite. In the last case, the checkpoints from before that step remain.
+    InputError: no training or validation pair fits into a batch, the warm-up is at least as long as
+      the run, `model_parallel` does not divide the number of devices, or a loss or a parameter is
+      not finite. In the last case, the checkpoints from before that step remain.
   """
   output = pathlib.Path(output_dir).absolute()
   mesh = make_mesh(settings.model_parallel)
@@ -224,10 +219,9 @@ def _require_finite(step: int, losses: list[Array], params: Any = None) -> list[
 
 
 def _write_metrics(path: pathlib.Path, metrics: dict) -> None:
-  """Write the metrics of an epoch as a line, and drop old lines of this and later epochs.
+  """Write the line of an epoch, and drop old lines of this and later epochs.
 
-  A run that was stopped after it wrote the line of an epoch but before it saved the checkpoint
-  repeats that epoch.
+  A run that was stopped between the line of an epoch and its checkpoint repeats that epoch.
   """
   lines = path.read_text().splitlines() if path.exists() else []
   lines = [line for line in lines if json.loads(line)["epoch"] < metrics["epoch"]]
