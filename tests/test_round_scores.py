@@ -340,7 +340,7 @@ def test_keys_that_repeat_after_8_tokens_are_detected(monkeypatch):
   found = judged(table_pair(noise=0.5), num_draft_tokens=1)
   far = {name for name, drift in between_rounds(found).items() if drift.p_value < LEVEL}
   eight = {
-    f"{what} of rounds, by place, 8 tokens apart" for what in ("draft_tokens", "next tokens")
+    f"{what} of rounds, by place, 8 tokens apart" for what in ("draft tokens", "next tokens")
   }
   assert eight <= far and not {name for name in far if " 7 tokens" in name}, far
   assert min(lowest(found).values()) > LEVEL  # each single token has the right distribution
