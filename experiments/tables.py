@@ -3,16 +3,14 @@
 import importlib
 import json
 import pathlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from experiments.paper.paper import load_table
 from experiments.paper.paper_tables import paper_table
 from specdec_jax.errors import InputError
 from specdec_jax.measure.records import Record, read
-from specdec_jax.measure.reporting.columns import cell, headings, legend
-from specdec_jax.measure.reporting.speeds import speed_columns
-from specdec_jax.measure.reporting.tables import MISSING, Table, measured_with, number_text
+from specdec_jax.measure.tables import Table, measured_with, number_text, speed_table
 
 # Name of a table -> module in `experiments` with its function, as in `lengths_table`. Functions of
 # these tables take records,
@@ -54,23 +52,6 @@ TRAINING_LEGEND = {
   "accuracy": "how often the argmax is the target's, on the validation text",
 }
 
-# Settings that are part of the title if all records agree in them, and columns otherwise.
-_SETTINGS: dict[str, Callable[[Record], str]] = {
-  "task": lambda r: r.task or MISSING,
-  "target": lambda r: r.target if r.task else r.target_label,
-  "draft": lambda r: (
-    (r.draft if r.task else r.draft_label) + (" (simulated)" if r.acceptance == "simulated" else "")
-  ),
-  "texts": lambda r: f"{r.num_examples} texts",
-  "batch": lambda r: f"batch {r.batch_size}",
-  "dtype": lambda r: r.dtype,
-  "kernels": lambda r: f"{r.kernels} kernels",
-  "baseline": lambda r: (
-    "over our own autoregressive decoding" if r.baseline == "own" else f"over {r.baseline}"
-  ),
-  "device": lambda r: r.device,
-}
-
 
 def named_table(name: str, paths: Sequence[str | pathlib.Path]) -> Table:
   """Return the table with a given name.
@@ -109,16 +90,7 @@ def lines(path: str | pathlib.Path) -> list[dict[str, Any]]:
 
 def measured_table(records: Sequence[Record]) -> Table:
   """Return a table of predicted and measured speedups with one row per record."""
-  settings = {name: [text(r) for r in records] for name, text in _SETTINGS.items()}
-  varying = [name for name, values in settings.items() if len({*values}) > 1]
-  shared = [values[0] for name, values in settings.items() if name not in varying]
-  title = ", ".join(value for value in shared if value != MISSING)
-  names = speed_columns(records)
-  rows = tuple(
-    (*(settings[name][i] for name in varying), *(cell(name, r) for name in names))
-    for i, r in enumerate(records)
-  )
-  return Table(title, (*varying, *headings(names)), rows, (measured_with(records),), legend(names))
+  return speed_table(records, [measured_with(records)])
 
 
 def measured_on(rows: Sequence[Mapping[str, Any]]) -> str:

@@ -15,7 +15,7 @@ sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))  # for `exp
 
 from experiments.tables import LINES, PATHS, RECORDS, named_table
 from specdec_jax.core.atomic_files import atomic_write
-from specdec_jax.measure.reporting.formats import render
+from specdec_jax.measure.tables import render
 
 
 def main() -> None:

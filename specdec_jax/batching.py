@@ -32,27 +32,14 @@ _WINDOW = 16  # number of blocks that are formed together, from texts of similar
 
 
 class Rows(NamedTuple):
-  """Rows of a batch, and the text that each of them decodes.
-
-  Attributes:
-    state: state of the rows.
-    text: index of the text of each row; NO_TEXT if there is none, or none any more.
-  """
+  """Rows of a batch, and the index of the text of each; NO_TEXT if there is none, or no more."""
 
   state: DecodeState
   text: Int[Array, " B"]
 
 
 class Texts(NamedTuple):
-  """Texts to decode.
-
-  Attributes:
-    prompt_of: function that returns the prompts of the texts with given indices, all padded to the
-      same width P.
-    lengths: number of tokens of each prompt.
-    rng: key of each text.
-    limit: maximum number of new tokens of each text.
-  """
+  """Texts to decode. `prompt_of` returns the prompts of given texts, all padded to one width P."""
 
   prompt_of: Callable[[np.ndarray], AnyArray]
   lengths: Sequence[int]
@@ -61,16 +48,7 @@ class Texts(NamedTuple):
 
 
 class Block(NamedTuple):
-  """Texts that are prefilled together.
-
-  A block with fewer texts than rows is filled up with copies of these texts.
-
-  Attributes:
-    prompt: padded prompts.
-    rng: key of each text.
-    text: index of each text; NO_TEXT for copies.
-    limit: maximum number of new tokens of each text.
-  """
+  """Texts that are prefilled together, with their indices `text`; NO_TEXT for copies of them."""
 
   prompt: Int[Array, "B P"]
   rng: Key[Array, " B"]
@@ -83,16 +61,8 @@ def prefill(
 ) -> Rows:
   """Return the rows of a block before their first round; rows without a text are done.
 
-  The arguments and errors are those of `Decoder.init`, and:
-
-  Args:
-    decoder: the decoder.
-    params: parameters of target and draft.
-    block: the texts.
-    max_new_tokens: maximum number of new tokens of each text, EOS included.
-    width: number of tokens of each source that encoders read; the others are padding. None if the
-      model is decoder-only, or to read all. It has no effect if the shape of another cache than a
-      `T5Cache` depends on it.
+  Encoders read `width` tokens of each source; the others are padding. With None they read all.
+  `width` has no effect if the shape of another cache than a `T5Cache` depends on it.
   """
 
   def init(width: int | None) -> DecodeState:
@@ -127,10 +97,7 @@ def fill(
 ) -> tuple[Rows, Rows, Int[Array, ""]]:
   """Exchange slots that are done for rows of a block, while there are such slots and waiting rows.
 
-  Args:
-    slots: rows that are decoded.
-    block: rows that wait.
-    first: index of the first row of the block that waits.
+  The rows of the block from `first` on wait.
 
   Returns:
     The slots; the block, in which each used row now has the tokens and the rounds of the slot that
@@ -156,19 +123,10 @@ def run(
   min_active: Int[Array, ""] | int = 1,
   first: Int[Array, ""] | int = 0,
 ) -> tuple[Rows, Rows]:
-  """Run rounds, and `fill` the slots before each of them.
+  """Run rounds, and `fill` the slots before each of them; return slots and block as `fill` does.
 
-  Args:
-    decoder: the decoder.
-    params: parameters of target and draft.
-    slots: rows that are decoded.
-    block: rows that wait.
-    min_active: the loop ends when all rows of the block were used, and fewer slots than this have a
-      text that has not ended.
-    first: index of the first row of the block that waits.
-
-  Returns:
-    The slots and the block, as in `fill`.
+  The loop ends when all rows of the block were used, and fewer than `min_active` slots have a text
+  that has not ended.
   """
 
   def goes_on(carry: tuple[Rows, Rows, Array]) -> Array:
@@ -232,25 +190,14 @@ def decode_texts(
   max_new_tokens: int,
   has_encoder: bool,
 ) -> Iterator[tuple[int, DecodeResult, int]]:
-  """Decode texts with a given number of slots.
+  """Decode texts, `num_slots` at a time.
 
   Texts are prefilled in blocks of `num_slots`. So that encoders read little padding, each block has
   sources of similar length from the next `_WINDOW` blocks. The host waits for results once per
-  block, while the device decodes the next one.
-
-  Args:
-    decoder: the decoder.
-    params: parameters of target and draft.
-    texts: the texts.
-    num_slots: number of texts that are decoded together.
-    max_new_tokens: number of new tokens that a slot has room for, EOS included.
-    has_encoder: whether the target has an encoder.
+  block, while the device decodes the next one. `max_new_tokens` is the room of a slot.
 
   Yields:
     For each text, in the order in which they end, its index, a result, and its row in the result.
-
-  Raises:
-    InputError: a text cannot be decoded; see `require_finite`.
   """
   lengths, window = np.array(texts.lengths), _WINDOW * num_slots
   order = np.concatenate(
@@ -289,7 +236,6 @@ def decode_texts(
 
 
 def _finished(decoder: Decoder, rows: Rows) -> Iterator[tuple[int, DecodeResult, int]]:
-  """Yield the index, the result and the row of each text that has ended."""
   result, text = jax.device_get((_result(decoder, rows.state), rows.text))
   require_finite(result._replace(not_finite=np.where(text == NO_TEXT, -1, result.not_finite)))
   for row in np.flatnonzero(text != NO_TEXT).tolist():
@@ -324,10 +270,7 @@ def decode_all(
   num_slots: int,
   max_new_tokens: int,
 ) -> DecodeResult:
-  """Decode M texts with a given number of slots, in one program.
-
-  See `Decoder.run` for the arguments. The result has the order of the texts.
-  """
+  """Decode M texts with a given number of slots, in one program; see `Decoder.run`."""
   num_texts = len(prompt)
   rows = jnp.arange(-(-num_texts // num_slots) * num_slots + num_slots)  # the last block is empty
   rows = rows.reshape(-1, num_slots)

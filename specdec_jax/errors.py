@@ -27,18 +27,10 @@ def require_count(name: str, value: Any, least: int = 1) -> None:
 def require_number(
   name: str, value: Any, low: float, high: float, ends: str = "[]", note: str = ""
 ) -> float:
-  """Return the value of a setting as a float, if it lies in an interval.
+  """Return the value of a setting as a float, or raise InputError unless it lies in an interval.
 
-  Args:
-    name: name of the setting.
-    value: value of the setting, a real number of any type.
-    low: lower end of the interval.
-    high: upper end of the interval. If it is infinite, there is no upper limit for finite numbers.
-    ends: brackets of the interval. A parenthesis means that the end is excluded.
-    note: text that follows the interval in the message.
-
-  Raises:
-    InputError: `value` is not a number, is NaN or infinite, or lies outside the interval.
+  A parenthesis in `ends` excludes that end. NaN and infinity are never accepted, also if `high` is
+  infinite. `note` follows the interval in the message.
   """
   number = float(value) if isinstance(value, numbers.Real) else math.nan
   above = low <= number if ends[0] == "[" else low < number

@@ -24,13 +24,13 @@ from specdec_jax.core.counts import require_finite
 from specdec_jax.core.decode import Decoder
 from specdec_jax.core.generation_config import DEFAULT_NEW_TOKENS, SETTINGS, GenerationConfig
 from specdec_jax.core.loading import DecodeSettings
-from specdec_jax.core.processors import ForcedPrefix, Processors
+from specdec_jax.core.processors import ForcedPrefix, LogitsProcessor, Processors
 from specdec_jax.core.sampling import row_keys
 from specdec_jax.core.trees import AnyTree, DynamicTree
 from specdec_jax.core.types import DecodeResult, Rounds
 from specdec_jax.errors import InputError, require_count, require_seed, require_text
 from specdec_jax.measure.calibrate import resolve_tree
-from specdec_jax.measure.reporting.rounds import Round, read_rounds, round_text
+from specdec_jax.measure.rounds import Round, read_rounds, round_text
 from specdec_jax.pair import Pair
 
 _LOG = logging.getLogger("specdec_jax")
@@ -43,7 +43,6 @@ class Output:
   """Output for one text. `str(output)` and `print(output)` give its text.
 
   Attributes:
-    text: the text.
     tokens: [T], tokens of the text; EOS is last unless the output ended for another reason.
     finish_reason: "eos", "length" (the limit was reached) or "stop_string".
     rounds: `core.types.Rounds` of this text, with fields [R, ...]; None for a beam search.
@@ -116,7 +115,6 @@ def generate(
   """Generate outputs by speculative decoding; if `num_beams` > 1, by speculative beam search.
 
   Args:
-    pair: target and draft.
     texts: sources, or prompts of a decoder-only model. A text longer than `pair.max_source_tokens`
       is truncated, with a warning (`Pair.cut` returns the part that remains).
     gamma: number of draft tokens per round; 5 by default, 0 for autoregressive decoding. 'auto'
@@ -127,9 +125,8 @@ def generate(
       gamma draft tokens; 'auto' chooses the fastest tree or chain. Not for a beam search.
     batch_size: maximum number of outputs (in a beam search: of texts) that are decoded together;
       all outputs of one text always are. When a text ends, the next one takes its place
-      (`batching`), unless there are decoder prefixes, beams or several outputs per
-      text: then each batch is decoded to its end. For a given gamma or tree, outputs do not
-      depend on `batch_size`, except for rounding.
+      (`batching`), unless there are decoder prefixes, beams or several outputs per text. For a
+      given gamma or tree, outputs do not depend on `batch_size`, except for rounding.
     seed: seed of all sampling. The random keys of a text depend only on the seed and on the index
       of the text in `texts`.
     lenience: in (0, 1]. Below 1, more draft tokens are accepted, and outputs no longer have the
@@ -234,15 +231,7 @@ def stream(
 def generation_config(
   pair: Pair, task: str | None, settings: Mapping[str, Any]
 ) -> tuple[GenerationConfig, str]:
-  """Return the settings of a call of `generate`, and the prefix of each source.
-
-  Args:
-    task: task of the checkpoint, or None.
-    settings: settings that replace those of the checkpoint and of the task.
-
-  Raises:
-    InputError: the checkpoint does not have the task, or a setting is invalid.
-  """
+  """Return the settings of a call of `generate`, and the prefix of each source."""
   defaults = {name: value for name, value in pair.target.generation.items() if name in SETTINGS}
   prefix = ""
   if task is not None:
@@ -268,7 +257,7 @@ def _forced_tokens(
   if ids is not None and texts is not None:
     raise InputError("decoder_input_ids and decoder_texts are given; give one of them.")
   if texts is not None:
-    rows = [pair.vocabulary.encode(text)[:-1] for text in _require_texts(texts)]
+    rows = [pair.vocabulary.encode_target(text) for text in _require_texts(texts)]
   else:
     first_tokens, _ = pair.target.model.prompt_tokens(jnp.ones((1, 1), jnp.int32))
     start = None if pair.continues else int(first_tokens[0, 0])
@@ -302,7 +291,6 @@ def beam_search(
   `num_beams` returns those that transformers finds, unless `beam_scorer` is "t5x".
 
   Args:
-    texts: sources, as in `generate`.
     beams: number of live sequences, and maximum number of outputs per source.
     gamma: number of steps that the draft searches ahead in each round; 0 is plain beam search.
     draft_beams: number of beams of the draft; defaults to `beams`.
@@ -314,9 +302,6 @@ def beam_search(
   Returns:
     For each source, the outputs in descending order of their scores: the texts that ended, at
     most `beams`; or `beams` incomplete texts if none ended before the limit.
-
-  Raises:
-    InputError: see `generate`.
   """
   _require_texts(texts)
   require_count("gamma", gamma, 0)
@@ -324,7 +309,7 @@ def beam_search(
   pair.require_batch_size(batch_size)
   searcher = pair.beam_searcher(beams, gamma, draft_beams, length_penalty, nodes)
   config = GenerationConfig(max_new_tokens=max_new_tokens)
-  return _search_batches(pair, searcher, texts, config, batch_size, None)
+  return _search_batches(pair, lambda: searcher, texts, config, batch_size, None)
 
 
 def _search(
@@ -335,7 +320,6 @@ def _search(
   batch_size: int,
   forced: list[list[int]] | None,
 ) -> list[Output]:
-  """Return the outputs of `generate` if `num_beams` is above 1."""
   count, num_beams = config.num_return_sequences or 1, config.num_beams or 1
   if count > num_beams:
     raise InputError(f"num_return_sequences is {count}, more than num_beams, {num_beams}.")
@@ -353,35 +337,36 @@ def _search(
   penalty = config.length_penalty
   if penalty is None:
     penalty = 1.0 if scorer == "hf" else 0.6
-  searcher = dataclasses.replace(
-    pair.beam_searcher(num_beams, 2 if gamma is None else gamma, length_penalty=penalty),
-    eos_id=eos_ids if len(eos_ids) > 1 else eos_ids[0],
-    scorer=scorer,
-    early_stopping=config.early_stopping or False,
-  ).with_processors(
-    config.processors(pair.target.model.vocab_size, eos_ids, pair.vocabulary.pad_id)
-  )
+  of_config = config.processors(pair.target.model.vocab_size, eos_ids, pair.vocabulary.pad_id)
+
+  def searcher(*of_batch: LogitsProcessor) -> BeamSearcher:
+    steps, processors = 2 if gamma is None else gamma, (*of_config, *of_batch)
+    return dataclasses.replace(
+      pair.beam_searcher(num_beams, steps, None, penalty, processors=processors),
+      eos_id=eos_ids if len(eos_ids) > 1 else eos_ids[0],
+      scorer=scorer,
+      early_stopping=config.early_stopping or False,
+    )
+
   found = _search_batches(pair, searcher, texts, config, batch_size, forced)
   return [output for outputs in found for output in outputs[:count]]
 
 
 def _search_batches(
   pair: Pair,
-  searcher: BeamSearcher,
+  searcher: Callable[..., BeamSearcher],
   texts: Sequence[str],
   config: GenerationConfig,
   batch_size: int,
   forced: list[list[int]] | None,
 ) -> list[list[Output]]:
-  """Run a beam search for all sources, batch by batch, and return the outputs of each source."""
   found: list[list[Output]] = []
   eos_ids = config.eos_ids(pair.vocabulary.eos_id)
   for start in range(0, len(texts), batch_size):
     batch = _Batch(pair, config, texts, start, batch_size, forced)
-    batch_searcher = searcher
-    if forced:
-      batch_searcher = searcher.with_processors((*searcher.processors, batch.forced_prefix))
-    result = jax.device_get(batch_searcher.run(pair.params, batch.prompt, **batch.options))
+    of_batch = [batch.forced_prefix] if forced else []
+    result = searcher(*of_batch).run(pair.params, batch.prompt, **batch.options)
+    result = jax.device_get(result)
     require_finite(result.best())
     for row in zip(result.tokens, result.lengths, result.scores.tolist(), strict=True):
       outputs = zip(*row, strict=True)
@@ -395,13 +380,9 @@ def _candidate(pair: Pair, tokens: np.ndarray, score: float, eos_ids: Sequence[i
 
 
 class _Batch:
-  """Texts that are decoded together, with their prompts, forced tokens and limits.
-
-  The last batch is padded with copies of its first text, so that all batches have the same size.
+  """Texts that are decoded together; the last batch is padded with copies of its first text.
 
   Attributes:
-    prompt: padded prompts.
-    num_forced: number of forced tokens of each output.
     limits: limit of each output, forced tokens included.
     max_new_tokens: number of tokens per output that the compiled program has room for, forced
       tokens included.
@@ -442,21 +423,12 @@ class _Batch:
 
   @property
   def forced_prefix(self) -> ForcedPrefix:
-    """Processor that forces the first tokens of each output."""
     return ForcedPrefix.of(self._forced)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class GenerateCall:
-  """Settings of one call of `generate` without beams.
-
-  Attributes:
-    pair: target and draft.
-    config: settings of generation.
-    tree: tree of draft tokens.
-    lenience: lenience of the verifier.
-    logprobs: whether outputs have log-probabilities.
-  """
+  """Settings of one call of `generate` without beams."""
 
   pair: Pair
   config: GenerationConfig
@@ -495,7 +467,7 @@ class GenerateCall:
     before = np.cumsum(emitted) - emitted
     ran = (emitted > 0) & (before < len(tokens) + num_forced)
     rounds = jax.tree.map(lambda of_all: of_all[ran, row], result.rounds)
-    tree = self.pair.guesses(self.config.sampling(), self.tree)
+    tree = self.pair.proposed_tree(self.config.sampling(), self.tree)
     parents = () if isinstance(tree, DynamicTree) else tree.parents
     read = functools.partial(read_rounds, result, row, self.pair.vocabulary.pieces, parents)
     output = Output(decode(tokens), tokens, reason, rounds, _read=read)
@@ -522,7 +494,6 @@ class GenerateCall:
 def _decode_in_slots(
   call: GenerateCall, texts: Sequence[str], num_slots: int, seed: int
 ) -> list[Output]:
-  """Return the outputs for texts, which are decoded by continuous batching."""
   pair, batch = call.pair, _Batch(call.pair, call.config, texts, 0, len(texts), None)
   found = batching.decode_texts(
     call.decoder(),
@@ -586,7 +557,6 @@ def _warn_of_truncation(pair: Pair, texts: Sequence[str]) -> None:
 
 
 def _require_texts(texts: Sequence[str]) -> Sequence[str]:
-  """Return the texts, or raise InputError if they are one string or one has a NUL character."""
   if isinstance(texts, str):
     raise InputError("texts is one string; give a list of strings.")
   for place, text in enumerate(texts):

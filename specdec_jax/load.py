@@ -15,31 +15,28 @@ import jax.numpy as jnp
 import numpy as np
 
 from specdec_jax.checkpoints import hub
-from specdec_jax.checkpoints.folder import open_folder
-from specdec_jax.checkpoints.in_memory import is_in_memory, open_in_memory
-from specdec_jax.checkpoints.load import checkpoint_name, open_checkpoint, recorded_path
-from specdec_jax.checkpoints.stored import (
+from specdec_jax.checkpoints.checkpoint import (
   Checkpoint,
   LoadedWeights,
   ShardingsFn,
   make_shardings,
   param_shapes,
 )
+from specdec_jax.checkpoints.load import is_in_memory, open_checkpoint, recorded_path
 from specdec_jax.core.generation_config import SETTINGS
 from specdec_jax.core.sampling import Sampling
 from specdec_jax.core.trees import AnyTree
-from specdec_jax.core.types import Draft, DraftSpec, Loaded, Model, Verifier
+from specdec_jax.core.types import Draft, DraftOptions, DraftSpec, Loaded, Model, Verifier
 from specdec_jax.core.verify.tokens import TokenVerifier
 from specdec_jax.data.text import read_lines
 from specdec_jax.data.vocabularies import (
-  find_vocabulary,
   open_vocabulary,
   open_vocabulary_of_model,
   padded_size,
 )
 from specdec_jax.data.vocabulary import ModelTokens, Vocabulary
 from specdec_jax.drafts.dynamic import model_draft
-from specdec_jax.drafts.heads import SpeculatorConfig, head_of, speculator_config
+from specdec_jax.drafts.heads import AnyConfig, DraftHead, new_head
 from specdec_jax.drafts.other_vocabulary import OtherVocabularyModel, other_vocabulary_params
 from specdec_jax.drafts.prompt_lookup import prompt_lookup
 from specdec_jax.errors import InputError, require_count
@@ -81,45 +78,37 @@ def load_pair(
 
   Args:
     target: checkpoint of the target (of T5X, Orbax, Hugging Face or this project, local or
-      `gs://`), or its name on the Hugging Face Hub; see `checkpoints.load.open_checkpoint`. Or a
-      model in memory: a PyTorch model of transformers, or (config, parameters); see
-      `checkpoints.in_memory.open_in_memory`.
-    draft: checkpoint or name of the draft, which is a separate model or a draft head that was
-      trained on this target's hidden states (`train_speculator`); or a model in memory; or a
-      function that loads a draft for a `Loaded` target. By default, the bundled target has its own
-      draft head, and any other target copies from its source (`prompt_lookup`). Gin runs use
-      `draft=asset("multi30k_ende/draft")`, a separate model (gin/models/bundled.gin).
-    vocabulary: vocabulary, or path of its file, or a Hugging Face folder or name; see
-      `open_vocabulary`. By default, the vocabulary in the folder of the target or, for pairs of
-      this project, next to it. A target in memory requires this argument.
-    task: name of the inputs, for records. By default, the bundled target has its own task, and
-      other targets have none.
+      `gs://`), or its name on the Hugging Face Hub. Or a model in memory: a PyTorch model of
+      transformers, or (config, parameters); see `checkpoints.huggingface.open_in_memory`.
+    draft: the same for a separate model, or for a draft head that was trained on this target's
+      hidden states; or a function that loads a draft for a `Loaded` target. By default, the
+      bundled target has its own draft head, and any other target copies from its source
+      (`prompt_lookup`).
+    vocabulary: vocabulary, or path of its file, or a Hugging Face folder or name. By default, the
+      vocabulary in the folder of the target or, for pairs of this project, next to it. A target in
+      memory requires this argument.
+    task: name of the inputs, for records; by default that of the bundled target, or None.
     dtype: 'float32' or 'bfloat16'; 'auto' is float32 on a CPU and bfloat16 elsewhere. On a CPU,
-      bfloat16 halves the bytes that are read. Decoding is then faster if the processor multiplies
-      in bfloat16 (AVX512-BF16), and slower otherwise.
+      bfloat16 is faster if the processor multiplies in it (AVX512-BF16), and slower otherwise.
     max_source_tokens: maximum number of tokens of a source, EOS included. By default, the positions
       of the target, or 512 for a target with relative positions.
     extra_ids: number of sentinels after the pieces of the vocabulary. 'auto' adds the 100 sentinels
-      of T5 if the target's embedding table has rows for them; see `open_vocabulary_of_model`.
+      of T5 if the target's embedding table has rows for them.
     shardings: function that returns a tree of `jax.sharding.Sharding`, given the tree of shapes of
       the target's parameters and, if it has a parameter `config`, the target's configuration.
       Sharded parameters are not converted for decoding, because that would concatenate matrices
       across shards.
-    draft_shardings: function like `shardings` for the parameters of the draft. It is not used for a
-      draft head, or for a draft that a function loads.
+    draft_shardings: the same for a draft that is a separate model.
     kernels: 'xla' for XLA only; 'auto' uses `kernels.skinny` on a CPU, if available and without
       `shardings`, for matmuls with weights, attention and T5's norms.
-    weights: how the matrices of the target are kept in memory. With 'float', they have the dtype
-      `dtype`. With 'stored', matrices that are stored in bfloat16 stay in bfloat16 when
-      `kernels.skinny` is used. This halves the bytes that a step reads, and does not change the
-      output. With 'int8', they are quantized when they are loaded (`models.quantization`), and a
-      step reads a quarter of the bytes of float32 matrices. The target is then the quantized model,
-      and outputs are exactly those of that model.
+    weights: how the matrices of the target are kept in memory. 'float': in `dtype`. 'stored':
+      bfloat16 matrices of the checkpoint stay in bfloat16 if `kernels.skinny` is used, which halves
+      the bytes that a step reads and does not change the output. 'int8': quantized on loading
+      (`models.quantization`); outputs are then exactly those of the quantized model.
     draft_weights: the same for a draft that is a separate model; outputs keep the target's
       distribution with any value. By default 'int8' if `weights` is 'int8', or if `dtype` is
       'bfloat16' and `kernels.skinny` is used, which is faster; otherwise 'stored'.
-    verifier: `Verifier` class that accepts or rejects draft tokens, or a function from a sampling
-      method to a verifier.
+    verifier: `Verifier` class, or a function from a sampling method to a verifier.
     source_language: language of the sources of a multilingual target, by the name of its token,
       such as 'fra_Latn' (NLLB), 'fr_XX' (mBART-50) or 'fr' (M2M100). By default, the language that
       the files of the tokenizer set.
@@ -129,34 +118,33 @@ def load_pair(
       is invalid.
   """
   _enable_compile_cache()
-  checkpoint, dtype = _open(target), _of_device(dtype)
-  is_path = isinstance(target, str)
-  if vocabulary is None and not is_path:
+  checkpoint, dtype = open_checkpoint(target), _of_device(dtype)
+  if vocabulary is None and checkpoint.recorded_path is None:
     raise InputError("The target is a model in memory; give its vocabulary too.")
   if not isinstance(vocabulary, Vocabulary):
-    file = hub.resolve(vocabulary, hub.VOCABULARY) if vocabulary else vocabulary_of(target)
+    file = hub.resolve(vocabulary, hub.VOCABULARY) if vocabulary else vocabulary_of(checkpoint)
     tokens = model_tokens(checkpoint, source_language)
     vocabulary = open_vocabulary_of_model(file, checkpoint.config.vocab_size, extra_ids, tokens)
   model, params = load_model(
     "target", checkpoint, vocabulary, dtype, kernels, weights, shardings=shardings
   )
   loaded = Loaded(
-    checkpoint_name(target) if is_path else checkpoint.path,
+    checkpoint.name,
     model,
     params,
     vocabulary,
-    recorded_path(target) if is_path else None,
+    checkpoint.recorded_path,
     _generation(checkpoint, vocabulary),
     checkpoint.generation.tasks,
   )
-  bundled = is_path and is_bundled(target)
+  bundled = is_bundled(checkpoint)
   if draft is None:
     draft = str(EMBEDDED / "conditioned") if bundled else prompt_lookup
   if callable(draft) and not is_in_memory(draft):
     drafted = draft(loaded)
   else:
-    opened = _open(draft)
-    if isinstance(opened.config, SpeculatorConfig):
+    opened = open_checkpoint(draft)
+    if isinstance(opened.config, DraftHead):
       drafted = speculator(loaded, opened.path)
     else:
       drafting, draft_params = load_model(
@@ -174,10 +162,9 @@ def load_pair(
           f"Of {checkpoint.path} and {opened.path} one is decoder-only and the other is not; "
           "target and draft must be of one kind."
         )
-      path = recorded_path(draft) if isinstance(draft, str) else None
-      name = checkpoint_name(draft) if isinstance(draft, str) else opened.path
+      name = draft_name(opened.name, drafting.config)
       make = functools.partial(model_draft, drafting)
-      drafted = DraftSpec(draft_name(name, drafting.config), make, draft_params, path)
+      drafted = DraftSpec(name, make, draft_params, opened.recorded_path)
   if max_source_tokens is None:
     max_source_tokens = getattr(model.config, "num_positions", None) or 512
   task = EMBEDDED.name if task is None and bundled else task
@@ -185,12 +172,7 @@ def load_pair(
 
 
 def model_tokens(checkpoint: Checkpoint, source_language: str | None = None) -> ModelTokens:
-  """Return the tokens that a model uses, with which its vocabulary is opened.
-
-  Args:
-    checkpoint: checkpoint of the model.
-    source_language: see `load_pair`.
-  """
+  """Return the tokens that a model uses, with which its vocabulary is opened."""
   return ModelTokens(
     has_encoder=checkpoint.config.has_encoder,
     eos_ids=checkpoint.eos_ids,
@@ -210,11 +192,10 @@ def checkpoint_draft(
 ) -> DraftSpec:
   """Load a model from a checkpoint as a draft, for example for a composed draft.
 
+  `dtype` and `kernels` are those of `load_pair`.
+
   Args:
-    target: target of the pair.
     model: checkpoint of the model, or its name on the Hugging Face Hub.
-    dtype: see `load_pair`.
-    kernels: see `load_pair`.
     weights: see `load_pair`; by default 'int8' if `dtype` is 'bfloat16' and `kernels.skinny` is
       used, otherwise 'stored'.
     output_tokens: function from a vocabulary to the tokens that the draft may propose, such as
@@ -222,9 +203,6 @@ def checkpoint_draft(
     vocabulary: the model's own vocabulary, if it is not that of the pair: path of the file, or a
       Hugging Face folder or name. The draft then proposes the tokens that both vocabularies have
       (`drafts.other_vocabulary`).
-
-  Raises:
-    InputError: see `load_model`; or the two vocabularies have no piece in common.
   """
   words, opened = target.vocabulary, open_checkpoint(model)
   if vocabulary is not None:
@@ -235,7 +213,7 @@ def checkpoint_draft(
     "draft", opened, words, _of_device(dtype), kernels, weights, output_tokens=tokens
   )
   config = drafting.config
-  name = draft_name(checkpoint_name(model), config)
+  name = draft_name(opened.name, config)
   if vocabulary is not None:
     own = _require_config(target)
     if _prompt_format(config) != _prompt_format(own):
@@ -247,29 +225,24 @@ def checkpoint_draft(
     params = other_vocabulary_params(params, target.vocabulary, words, config.has_encoder, starts)
     drafting = OtherVocabularyModel(drafting, target.model, config.pad_id)
     name += f", {int((params.partners >= 0).sum())} shared tokens"
-  return DraftSpec(name, functools.partial(model_draft, drafting), params, recorded_path(model))
+  return DraftSpec(name, functools.partial(model_draft, drafting), params, opened.recorded_path)
 
 
 def _prompt_format(config: Config) -> tuple[bool, bool]:
-  """Return whether a model has an encoder, and whether a start token precedes its prompts."""
   return config.has_encoder, config.start_id is not None
 
 
 def frequent_tokens(vocabulary: Vocabulary, path: str, count: int) -> list[int]:
   """Return the most frequent tokens of a text file and EOS, in ascending order (FR-Spec).
 
-  A draft with these output tokens (`checkpoint_draft`) computes fewer logits. Its q is 0 for all
-  other tokens, so decoding remains exact.
-
-  Args:
-    vocabulary: vocabulary of the pair.
-    path: text file with one output of the task per line.
-    count: number of tokens, at most that of the vocabulary.
+  The file has one output of the task per line. A draft with these output tokens
+  (`checkpoint_draft`) computes fewer logits. Its q is 0 for all other tokens, so decoding remains
+  exact.
   """
   require_count("count", count)
   counts = np.zeros(len(vocabulary), np.int64)
   for line in read_lines(path):
-    np.add.at(counts, vocabulary.encode(line), 1)
+    np.add.at(counts, vocabulary.encode_target(line), 1)
   counts[vocabulary.eos_id] = counts.max() + 1
   return sorted(np.argsort(-counts, kind="stable")[:count].tolist())
 
@@ -279,23 +252,19 @@ def asset(name: str) -> str:
   return str(ASSETS / name)
 
 
-def is_bundled(target: str) -> bool:
-  """Return True if `target` is the path of the bundled target."""
-  return recorded_path(target) == recorded_path(str(EMBEDDED / "target"))
+def is_bundled(checkpoint: Checkpoint) -> bool:
+  """Return True if a checkpoint is that of the bundled target."""
+  return checkpoint.recorded_path == recorded_path(str(EMBEDDED / "target"))
 
 
-def vocabulary_of(target: str) -> str:
-  """Return the path of the vocabulary that belongs to a target.
-
-  Raises:
-    InputError: the target has no vocabulary.
-  """
-  found = find_vocabulary(hub.resolve(target, hub.VOCABULARY))
+def vocabulary_of(target: Checkpoint) -> str:
+  """Return the path of a target's vocabulary, or raise InputError if it has none."""
+  found = target.find_vocabulary()
   if found is None:
     raise InputError(
-      f"The target {target} has no vocabulary with it; expected spiece.model, tokenizer.json or "
-      "other files of its tokenizer in its folder. Give its file as vocabulary (VOCABULARY on the "
-      "command line)."
+      f"The target {target.path} has no vocabulary with it; expected tokenizer.json, spiece.model "
+      "or other files of its tokenizer in its folder. Give its file as vocabulary (VOCABULARY on "
+      "the command line)."
     )
   return found
 
@@ -309,96 +278,74 @@ def speculator(
   """Load a draft head from `train_speculator` as a draft of the target that it was trained on.
 
   Args:
-    target: target of the pair.
     path: folder of the head, local or `gs://`.
     weights: see `load_pair`. By default 'int8' if the target's are int8, otherwise 'stored'.
     output_tokens: see `checkpoint_draft`.
 
   Raises:
-    InputError: the folder does not exist or contains no head, or the head was trained with a
-      different vocabulary or for a target with a different shape.
+    InputError: the folder has no head for this vocabulary and shape of the target.
   """
-  checkpoint = open_folder(path)
-  config = checkpoint.config
-  if not isinstance(config, SpeculatorConfig):
+  checkpoint = open_checkpoint(path)
+  head = checkpoint.config
+  if not isinstance(head, DraftHead):
     raise InputError(f"{path} is a model by itself, and no part of a target; give it as the draft.")
   if checkpoint.vocabulary not in (None, target.vocabulary.fingerprint()):
     raise InputError(
       f"The draft in {path} was trained with another vocabulary than {target.vocabulary.path}."
     )
-  config = _with_layout(config, _require_config(target))
-  weights = weights or ("int8" if config.weights == "int8" else "stored")
+  head = _with_layout(head, _require_config(target))
+  weights = weights or ("int8" if head.weights == "int8" else "stored")
   tokens = output_tokens and output_tokens(target.vocabulary)
-  config = dataclasses.replace(
-    config,
+  head = dataclasses.replace(
+    head,
     weights="int8" if weights == "int8" else "float",
     num_output_tokens=None if tokens is None else len(tokens),
   )
   params = checkpoint.load(
-    config,
+    head,
     stored_weights=weights == "stored",
     other_arrays=target.params,
     output_tokens=tokens,
   )
-  factory = head_factory(draft_name(checkpoint_name(path), config), config, params, target)
-  return dataclasses.replace(factory, path=recorded_path(path))
+  factory = head_factory(draft_name(checkpoint.name, head), head, params, target)
+  return dataclasses.replace(factory, path=checkpoint.recorded_path)
 
 
-def random_speculator(
-  target: Loaded, config: Callable[[Config], SpeculatorConfig] = speculator_config
-) -> DraftSpec:
-  """Return a draft head with random weights for `random_pair`; it is as fast as a trained one.
-
-  Args:
-    target: target of the pair.
-    config: function from the configuration of the target to the configuration of the head.
-  """
-  head_config = config(_require_config(target))
-  params = head_of(head_config).init(jax.random.key(0))
-  params = jax.tree.map(lambda x: x.astype(head_config.dtype), params)
-  return head_factory(f"random {head_config.kind}", head_config, params, target)
+def random_speculator(target: Loaded, head: Callable[[Config], DraftHead] = new_head) -> DraftSpec:
+  """Return a draft head with random weights for `random_pair`; it is as fast as a trained one."""
+  new = head(_require_config(target))
+  params = jax.tree.map(lambda x: x.astype(new.dtype), new.init(jax.random.key(0)))
+  return head_factory(f"random {new.kind}", new, params, target)
 
 
-def head_factory(name: str, config: SpeculatorConfig, params: Any, target: Loaded) -> DraftSpec:
-  """Return the draft factory of a draft head for a target.
-
-  Args:
-    name: name of the draft in records.
-    config: configuration of the head.
-    params: parameters of the head.
-    target: target of the pair.
-
-  Raises:
-    InputError: the head is for a target with a different shape.
-  """
-  head, target_config = head_of(config), _require_config(target)
+def head_factory(name: str, head: DraftHead, params: Any, target: Loaded) -> DraftSpec:
+  """Return a draft head as a draft of a target."""
+  target_config = _require_config(target)
   head.require_target(target_config)
 
-  def build(sampling: Sampling, tree: AnyTree) -> Draft:
-    return head.draft(target_config, sampling, tree)
+  def build(sampling: Sampling, tree: AnyTree, options=DraftOptions()) -> Draft:
+    return head.draft(target_config, sampling, tree, options)
 
   params = head.draft_params(target_config, params, target.params)
   return DraftSpec(name, build, params, features=head.feature_layers)
 
 
-def draft_name(name: str, config: Config | SpeculatorConfig) -> str:
+def draft_name(name: str, config: AnyConfig) -> str:
   """Return the name of a draft for records, with its number of output tokens and int8 weights."""
   tokens = [f"{config.num_output_tokens} tokens"] if config.num_output_tokens else []
   return ", ".join([name, *tokens, *(["int8"] if config.weights == "int8" else [])])
 
 
 def _require_config(target: Loaded) -> Config:
-  """Return the configuration of a target, or raise InputError if a head cannot read its states."""
   config = config_of(target.model)
   if config is None:
     raise InputError(f"{type(target.model).__name__} has no states that a draft could read.")
   return config
 
 
-def _with_layout(config: SpeculatorConfig, target: Config) -> SpeculatorConfig:
-  """Return the configuration of a draft head with dtype, kernels and layout of its target."""
+def _with_layout(head: DraftHead, target: Config) -> DraftHead:
   names = "dtype", "kernels", "fused", "weights"
-  return dataclasses.replace(config, **{name: getattr(target, name) for name in names})
+  return dataclasses.replace(head, **{name: getattr(target, name) for name in names})
 
 
 def load_model(
@@ -416,19 +363,9 @@ def load_model(
   """Return the model of a checkpoint and its parameters, converted for decoding if not sharded.
 
   Args:
-    role: 'target' or 'draft', for messages.
-    checkpoint: checkpoint of the model.
-    vocabulary: vocabulary of the pair.
-    dtype: 'float32' or 'bfloat16'.
-    kernels: see `load_pair`.
     weights: see `load_pair`; None for the default of a draft.
-    shardings: see `load_pair`.
     other_arrays: arrays that must fit in memory together with the parameters: for a draft, the
       target's parameters.
-    output_tokens: see `Checkpoint.load`.
-
-  Raises:
-    InputError: the checkpoint is a draft head, or it does not fit the vocabulary or the memory.
   """
   where, advice = f"The {role} in {checkpoint.path}", "target, draft and vocabulary must agree"
   if role == "draft":
@@ -436,7 +373,7 @@ def load_model(
       ", unless `vocabulary` of checkpoint_draft is the draft's own "
       "(gin/drafts/other_vocabulary.gin)"
     )
-  if isinstance(checkpoint.config, SpeculatorConfig):
+  if isinstance(checkpoint.config, DraftHead):
     raise InputError(
       f"{checkpoint.path} is no model by itself but lives on the states of a target; give it as "
       "the draft of a pair."
@@ -489,13 +426,7 @@ def load_model(
 
 
 def _laid_out(config: Config, shardings: ShardingsFn, kernels: str) -> Config:
-  """Return the configuration in the layout for decoding: with fused matmuls and the kernels to use.
-
-  If parameters are sharded across devices, the configuration is returned unchanged.
-
-  Raises:
-    InputError: `kernels` is unknown.
-  """
+  """Return the configuration in the layout for decoding; unchanged if parameters are sharded."""
   if kernels not in ("auto", "xla"):
     raise InputError(f"kernels is {kernels!r}; use 'auto' or 'xla'.")
   places = jax.tree.leaves(make_shardings(shardings, config)) if shardings else []
@@ -506,16 +437,8 @@ def _laid_out(config: Config, shardings: ShardingsFn, kernels: str) -> Config:
   return dataclasses.replace(config, fused=True, tied_logits=False, kernels=kernels)
 
 
-def _open(model: Any) -> Checkpoint:
-  """Return the checkpoint of a model, given as a path, as a name on the Hub, or in memory."""
-  return open_checkpoint(model) if isinstance(model, str) else open_in_memory(model)
-
-
 def _generation(checkpoint: Checkpoint, vocabulary: Vocabulary) -> dict[str, Any]:
-  """Return the generation settings of a checkpoint, and warn of those that are not supported.
-
-  Its EOS ids within the vocabulary are included if one of them is not the EOS of `vocabulary`.
-  """
+  """Return the generation settings of a checkpoint, and warn of those that are not supported."""
   settings = {**checkpoint.generation.settings}
   ignored = {name: value for name, value in settings.items() if name not in SETTINGS}
   if ignored:
@@ -531,7 +454,6 @@ def _generation(checkpoint: Checkpoint, vocabulary: Vocabulary) -> dict[str, Any
 
 
 def _of_device(dtype: str) -> str:
-  """Return the dtype that 'auto' stands for on this device; return any other dtype unchanged."""
   here = "float32" if jax.default_backend() == "cpu" else "bfloat16"
   return here if dtype == "auto" else dtype
 
@@ -559,7 +481,8 @@ def random_pair(
   """Return a pair of models with named sizes, random weights and a simulated acceptance rate.
 
   Both models do all of their computation, so the times equal those of real models. Acceptance is
-  simulated (`SimulatedModel`), and the outputs have no meaning.
+  simulated (`SimulatedModel`), and the outputs have no meaning. Other arguments are those of
+  `load_pair`.
 
   Args:
     target: size of the target M_p; see `named_config`.
@@ -567,14 +490,6 @@ def random_pair(
     alpha: simulated acceptance rate.
     version: version of T5 ('1.0' or '1.1'), another family of encoder-decoders, such as 't5gemma',
       or a family of decoder-only models; see `named_config`.
-    dtype: 'float32' or 'bfloat16'.
-    vocabulary: path of the vocabulary.
-    max_source_tokens: maximum number of tokens of a source, EOS included.
-    shardings: see `load_pair`.
-    draft_shardings: see `load_pair`.
-    kernels: see `load_pair`.
-    weights: see `load_pair`.
-    draft_weights: see `load_pair`.
     num_output_tokens: see `random_draft`; for a draft that is given by its size.
   """
   _enable_compile_cache()
@@ -613,18 +528,12 @@ def random_draft(
   weights: Weights = "float",
   num_output_tokens: int | None = None,
 ) -> DraftSpec:
-  """Return a draft model of a named size with random weights.
+  """Return a draft model of a named size with random weights; see `random_pair`.
 
   Args:
-    target: target of the pair.
     size: size of the model; see `named_config`.
-    version: see `random_pair`.
-    dtype: 'float32' or 'bfloat16'.
     inner_alpha: simulated acceptance rate of the inner draft, if this model is the `draft` of a
       `hierarchical_draft`. Such a model cannot propose tokens alone. None for any other model.
-    shardings: see `load_pair`.
-    kernels: see `load_pair`.
-    weights: see `load_pair`.
     num_output_tokens: number of tokens that have logits, the first ones of the vocabulary; None for
       all tokens.
   """

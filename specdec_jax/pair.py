@@ -10,14 +10,14 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from specdec_jax.beams import BeamDraft, BeamSearcher, NullBeamDraft, TreeBeamDraft
+from specdec_jax.beams import BeamDraft, BeamSearcher, NullBeamDraft, beam_draft
 from specdec_jax.core.decode import Decoder, NullDraft
 from specdec_jax.core.generation_config import PROCESSORS, SETTINGS, GenerationConfig
 from specdec_jax.core.memory import require_memory
 from specdec_jax.core.processors import Processors
 from specdec_jax.core.sampling import Sampling
 from specdec_jax.core.trees import AnyTree, chain
-from specdec_jax.core.types import DecodeResult, DraftSpec, Loaded, Params, Verifier
+from specdec_jax.core.types import DecodeResult, DraftOptions, DraftSpec, Loaded, Params, Verifier
 from specdec_jax.core.verify.tokens import TokenVerifier
 from specdec_jax.data.vocabulary import Vocabulary, padded
 from specdec_jax.errors import InputError, require_count
@@ -42,10 +42,6 @@ class Pair:
     task: name of the inputs, for records; None if it is not known.
     max_source_tokens: maximum number of tokens of a source. Longer sources are truncated, but keep
       the special tokens at their end, such as EOS.
-
-  Raises:
-    InputError: `max_source_tokens` is not positive, or the draft reads layers of a target that has
-      none.
   """
 
   target: Loaded
@@ -154,41 +150,35 @@ class Pair:
     """Return the speculative decoder of this pair. Its methods take the `params` of this pair.
 
     Args:
-      sampling: sampling method of target and draft.
       tree: tree of draft tokens; `chain(gamma)` for the paper's algorithm. If the tree has no draft
         tokens, decoding is autoregressive.
       lenience: lenience of the verifier (Appendix A.5); 1 is exact.
       eos_id: token that ends a text, or several; None for the vocabulary's.
       processors: logits processors; they apply to the target, and to a draft that has logits.
-      logprobs: whether results have log-probabilities.
 
     Raises:
       InputError: the verifier does not support lenience, or cannot verify the draft's proposals.
     """
     eos_id = self.vocabulary.eos_id if eos_id is None else eos_id
-    if not tree.num_guesses:
+    if not tree.num_draft_tokens:
       verifier = self.verifier_for(sampling)
       if not verifier.uses_position_keys:  # whose samples are those of autoregressive decoding
         verifier = TokenVerifier(sampling)
       return Decoder(self.target.model, NullDraft(), verifier, eos_id, processors, logprobs)
-    verifier, draft = self.verifier_for(sampling, lenience), self.draft.build(sampling, tree)
-    if verifier.needs_independent_siblings and not draft.tree.is_chain:
-      try:
-        draft = draft.with_independent_siblings()
-      except InputError:
-        raise InputError(
-          f"{type(verifier).__name__} verifies siblings that are sampled independently, and "
-          f"{self.draft.name} does not sample that way; give a model as draft, or another verifier."
-        ) from None
-    if draft.verify_lengths and not verifier.allows_short_proposals:
+    verifier = self.verifier_for(sampling, lenience)
+    independent = verifier.needs_independent_siblings
+    options = DraftOptions(processors, verifier.uses_position_keys, independent)
+    draft = self.draft.build(sampling, tree, options)
+    if independent and not (draft.independent_siblings or draft.tree.is_chain):
+      raise InputError(
+        f"{type(verifier).__name__} verifies siblings that are sampled independently, and "
+        f"{self.draft.name} does not sample that way; give a model as draft, or another verifier."
+      )
+    if draft.tree.verify_lengths and not verifier.allows_short_proposals:
       raise InputError(
         f"{self.draft.name} stops early, and {type(verifier).__name__} cannot verify tokens that "
         "were not proposed; use TokenVerifier."
       )
-    if verifier.uses_position_keys:
-      draft = draft.with_position_keys()
-    if processors:
-      draft = draft.with_processors(processors)
     return Decoder(self.target.model, draft, verifier, eos_id, processors, logprobs)
 
   def decode_fn(
@@ -199,20 +189,15 @@ class Pair:
     eos_id: int | None = None,
     processors: Processors = (),
   ) -> Callable[..., DecodeResult]:
-    """Return a function that decodes with `decoder(...)` and the parameters of this pair.
-
-    The arguments of the function are (prompt [B, P], rng [B], *, max_new_tokens).
-    """
+    """Return `decoder(...).run` with the parameters of this pair bound."""
     decoder = self.decoder(sampling, tree, lenience, eos_id, processors)
     return functools.partial(decoder.run, self.params)
 
   def processors(self, generation: GenerationConfig) -> Processors:
     """Return the logits processors of a command's `generation`.
 
-    Commands do not apply the generation settings of the checkpoint; a warning names them.
-
-    Raises:
-      InputError: `generation` has settings other than those of logits processors.
+    Other settings in it raise InputError. Commands do not apply the generation settings of the
+    checkpoint; a warning names them.
     """
     others = [
       name for name in SETTINGS if name not in PROCESSORS and getattr(generation, name) is not None
@@ -239,22 +224,20 @@ class Pair:
     draft_beams: int | None = None,
     length_penalty: float = 0.6,
     nodes: int | None = None,
+    processors: Processors = (),
   ) -> BeamSearcher:
     """Return the beam searcher of this pair. Its methods take the `params` of this pair.
 
     Args:
-      num_beams: number of live sequences, and of results per row.
       gamma: number of steps that the draft searches ahead in each round; 0 is plain beam search.
       draft_beams: number of beams of a draft that is a model; defaults to `num_beams`. Any other
         draft proposes a chain after each live sequence.
-      length_penalty: see `BeamSearcher`.
       nodes: maximum number of nodes per target forward pass, if the draft is a model. By default
-        there is no limit, except on a CPU, where each node takes time: there the default is 8, or
-        the number of nodes that one step needs if that is larger.
+        8 on a CPU, where each node takes time, or what one step needs if that is more; elsewhere
+        there is no limit.
 
     Raises:
-      InputError: the acceptance of the target is simulated, the draft reads the target's cache, or
-        gamma or draft_beams is out of range.
+      InputError: the acceptance of the target is simulated, or gamma or draft_beams is invalid.
     """
     if self.simulated_alpha is not None:
       raise InputError("A target whose acceptance is simulated has no texts to search for.")
@@ -266,32 +249,23 @@ class Pair:
       )
     if draft_beams is not None:
       require_count("draft_beams", draft_beams)
+    searching: BeamDraft = NullBeamDraft()
+    if gamma:
+      draft_beams = num_beams if draft_beams is None else draft_beams
+      if nodes is None and jax.default_backend() == "cpu":
+        nodes = max(8, num_beams + draft_beams)
+      draft = self.draft.build(Sampling(0.0), chain(gamma), DraftOptions(processors))
+      searching = beam_draft(draft, draft_beams, nodes)
     eos_id = self.vocabulary.eos_id
-    if not gamma:
-      return BeamSearcher(self.target.model, NullBeamDraft(), num_beams, length_penalty, eos_id)
-    draft = self.draft.build(Sampling(temperature=0.0), chain(gamma))
-    if draft.reads_target_cache:
-      raise InputError(
-        f"{self.draft.name} reads the target's cache, which holds all beams of a beam search; give "
-        "it another draft."
-      )
-    draft_beams = num_beams if draft_beams is None else draft_beams
-    if nodes is None and jax.default_backend() == "cpu":
-      nodes = max(8, num_beams + draft_beams)
-    beam_draft: BeamDraft = draft.as_beam_draft(draft_beams, nodes) or TreeBeamDraft(draft)
-    return BeamSearcher(self.target.model, beam_draft, num_beams, length_penalty, eos_id)
+    model = self.target.model
+    return BeamSearcher(model, searching, num_beams, length_penalty, eos_id, processors=processors)
 
-  def guesses(self, sampling: Sampling, tree: AnyTree) -> AnyTree:
+  def proposed_tree(self, sampling: Sampling, tree: AnyTree) -> AnyTree:
     """Return the tree that the draft proposes if `tree` is requested; usually `tree` itself."""
-    return self.draft.build(sampling, tree).tree if tree.num_guesses else tree
+    return self.draft.build(sampling, tree, DraftOptions()).tree if tree.num_draft_tokens else tree
 
   def verifier_for(self, sampling: Sampling, lenience: float = 1.0) -> Verifier:
-    """Return the verifier for a sampling method, with lenience (Appendix A.5) if it is below 1.
-
-    Raises:
-      InputError: lenience is below 1 and the verifier does not support it, or lenience is outside
-        (0, 1].
-    """
+    """Return the verifier for a sampling method, with lenience (Appendix A.5) if it is below 1."""
     return self.verifier(sampling).with_lenience(lenience)
 
   def require_batch_size(self, batch_size: object) -> None:
@@ -312,10 +286,7 @@ class Pair:
     return jnp.asarray(padded(rows, width, self.vocabulary.pad_id))
 
   def encode(self, text: str) -> list[int]:
-    """Return the token ids of a source, of which there are at most `max_source_tokens`.
-
-    A truncated source keeps the special tokens at its end, which are EOS for most models.
-    """
+    """Return the token ids of a source, truncated as `max_source_tokens` says."""
     ids, most = self.vocabulary.encode(text), self.max_source_tokens
     if len(ids) <= most:
       return ids

@@ -136,13 +136,10 @@ def _gin_value(text: str) -> str:
 def parse_gin(
   files: Sequence[str], bindings: Sequence[str] = (), search_paths: Sequence[str] = ()
 ) -> None:
-  """Parse gin files, then bindings.
+  """Parse gin files, then bindings 'name = value', which override those in the files.
 
-  Args:
-    files: gin files, in this order.
-    bindings: bindings 'name = value', which override the bindings in the files. If the files load a
-      pair of models, they may also set the macros of gin/models/checkpoints.gin.
-    search_paths: folders to search for gin files.
+  If the files load a pair of models, bindings may also set the macros of
+  gin/models/checkpoints.gin.
 
   Raises:
     InputError: a binding is invalid, or sets a macro that no file defines or uses; a required macro
@@ -183,7 +180,6 @@ def _as_flags(names: Iterable[str]) -> str:
 
 
 def _help(values: flags.FlagValues) -> str:
-  """Return the list of all runs and flags."""
   lines = [_USAGE, "Runs, then studies of the current folder:"]
   for name, path in gin_files.runs().items():
     lines.append(f"  {name:<20} {gin_files.summary(path)}")
@@ -191,7 +187,6 @@ def _help(values: flags.FlagValues) -> str:
 
 
 def _help_of_run(files: Sequence[str], values: flags.FlagValues) -> str:
-  """Return the comments at the head of gin files, and the macros with their values."""
   _parse_files(files, values.gin_search_paths)
   lines = [_USAGE, *(gin_files.header(file) for file in files), "", "Settings:"]
   lines += [f"  --{name.lower()} {value!r}" for name, value in macros().items()]

@@ -23,11 +23,7 @@ from specdec_jax.errors import InputError, require_count, require_number
 
 
 def expected_tokens(alpha, gamma):
-  """Return E[tokens per round] = (1 - alpha^(gamma+1)) / (1 - alpha) (Equation 1).
-
-  Raises:
-    InputError: alpha is outside [0, 1], or gamma is not a whole number of at least 0.
-  """
+  """Return E[tokens per round] = (1 - alpha^(gamma+1)) / (1 - alpha) (Equation 1)."""
   alpha, gamma = _rate(alpha), np.asarray(gamma)
   if not np.all((gamma >= 0) & (gamma % 1 == 0)):
     raise InputError(f"gamma is {gamma}; the number of guesses is a whole number, at least 0.")
@@ -110,9 +106,6 @@ def beta(p, q, lenience: float = 1.0):
     p: [..., V], distribution of the target.
     q: [..., V], distribution of the draft.
     lenience: l in (0, 1] (Appendix A.5); 1 is exact.
-
-  Raises:
-    InputError: p and q are not distributions over one vocabulary, or lenience is outside (0, 1].
   """
   p, q = _distributions(p, q)
   lenience = require_number("lenience", lenience, 0, 1, "(]", ", with 1 for exactness")
@@ -201,11 +194,10 @@ def text_improvement(
 ) -> float:
   """Return the speedup for texts of given lengths: Theorem 8 without its assumption of long texts.
 
-  Times are in units of the time of a target step.
+  `alpha` and `gamma` are those of `expected_rounds`. Times are in units of the time of a target
+  step.
 
   Args:
-    alpha: see `expected_rounds`.
-    gamma: number of draft tokens per round; for a tree, its depth.
     c: time of a draft step; for a tree, time to draft one level.
     verify_cost: v, the time of a target forward pass over the draft tokens, with verification.
     lengths: number of tokens of each text; or, for batches, of each row of each batch.
@@ -221,9 +213,7 @@ def text_improvement(
 def tree_tokens(tree: Tree, acceptance: Sequence[float]) -> float:
   """Return the expected number of tokens per round with a tree of draft tokens.
 
-  Args:
-    tree: tree of draft tokens.
-    acceptance: positional acceptance. Children whose rank is not in it are never accepted.
+  Children whose rank is not in `acceptance`, the positional acceptance, are never accepted.
   """
   return float(_reach_probs(tree, acceptance).sum())
 
@@ -252,14 +242,7 @@ def best_tree(acceptance: Sequence[float], num_nodes: int, depth: int) -> Tree:
   value of a node is the product of the acceptance probabilities on its path. It is at most the
   value of the parent and of each earlier sibling. So the best tree consists of the nodes with the
   highest values, which a priority queue finds. The result equals that of Sequoia's dynamic program.
-
-  Args:
-    acceptance: positional acceptance.
-    num_nodes: number of nodes, including the root.
-    depth: maximum number of draft tokens on a path.
-
-  Raises:
-    InputError: num_nodes or depth is not a positive integer, or acceptance is empty or invalid.
+  `num_nodes` includes the root; `depth` limits the draft tokens on a path.
   """
   require_count("num_nodes", num_nodes)
   require_count("depth", depth)
@@ -285,7 +268,6 @@ class ExecutionResult(NamedTuple):
 
   Attributes:
     y: the input of g, sampled from the distribution that f returned.
-    output: g(y).
     accepted: whether y is the guess, in which case g ran in parallel with f.
   """
 
@@ -303,19 +285,15 @@ def speculative_execution(
   """Sample y from f() and compute g(y). While f runs, g is started on a guess of y.
 
   The acceptance rule of Algorithm 1 (Appendix A.1) makes y a sample of p = f() for any distribution
-  q of the guess. Let F and G be the times of f and g. The call takes max(F, G) if the guess is
-  accepted, which has probability beta = sum_y min(p(y), q(y)), and F + G if it is rejected. On
-  average it takes beta max(F, G) + (1 - beta) (F + G), compared with F + G without speculation.
+  q of the guess. Let F and G be the times of f and g. On average the call takes
+  beta max(F, G) + (1 - beta) (F + G), where beta = sum_y min(p(y), q(y)) is the probability that
+  the guess is accepted. Without speculation it takes F + G.
 
   Args:
     f: function that returns p, the distribution of y: an array [V].
     g: function of y in 0..V-1. If the guess is rejected, the call of g on the guess continues in
       the background and its result is dropped, so side effects of g must be harmless.
     q: [V], the distribution of the guess.
-    rng: random number generator.
-
-  Raises:
-    InputError: q or the result of f is not a distribution, or their lengths differ.
   """
   q = _normalized("q", q)
   guess = int(rng.choice(len(q), p=q))
@@ -340,7 +318,6 @@ def expected_seconds(beta: float, f_seconds: float, g_seconds: float) -> float:
 
 
 def _normalized(name: str, probs: np.ndarray) -> np.ndarray:
-  """Return `probs` in float64, normalized; raise InputError unless they are one distribution."""
   probs = np.asarray(probs, np.float64)
   if probs.ndim != 1 or not (probs >= 0).all() or not np.isclose(probs.sum(), 1):
     raise InputError(f"{name} is {probs!r:.100}; it must be probabilities [V] that add up to 1.")

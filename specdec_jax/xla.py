@@ -18,11 +18,8 @@ def default_cache_dir() -> str:
 def enable_compile_cache(directory: str) -> None:
   """Cache in `directory` all programs that take half a second or longer to compile.
 
+  An empty string disables the cache, and so does, with a warning, a folder that cannot be created.
   If JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS is set, it replaces the half second.
-
-  Args:
-    directory: folder of the cache. An empty string disables the cache. If the folder cannot be
-      created, the cache is disabled with a warning.
   """
   if directory:
     directory = os.path.abspath(os.path.expanduser(directory))

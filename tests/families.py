@@ -4,6 +4,7 @@ import json
 import pathlib
 
 import numpy as np
+from safetensors.numpy import save_file
 
 # By name: the prefix of the classes in transformers, and fields of the configuration that differ
 # from `_SIZES`, `_T5` or `_GEMMA`.
@@ -22,10 +23,22 @@ FAMILIES = {
       eos_token_id=0,
     ),
   ),
+  "marian, two tables": (
+    "Marian",
+    dict(
+      share_encoder_decoder_embeddings=False,
+      tie_word_embeddings=False,
+      activation_function="relu",
+      pad_token_id=95,
+      decoder_start_token_id=95,
+      eos_token_id=0,
+    ),
+  ),
   "m2m_100": ("M2M100", {}),
   "t5gemma": ("T5Gemma", {}),
   "t5gemma, grouped": ("T5Gemma", dict(num_key_value_heads=2)),
   "madlad": ("T5", dict(pad_token_id=1, eos_token_id=2, decoder_start_token_id=0)),
+  "umt5, tied": ("UMT5", dict(tie_word_embeddings=True)),
   "pile-t5": ("UMT5", dict(pad_token_id=1, eos_token_id=2, decoder_start_token_id=0)),
   "t5gemma, unequal": ("T5Gemma", dict(hidden_size=24, num_hidden_layers=3, num_key_value_heads=2)),
 }
@@ -91,7 +104,7 @@ def model_of(name, seed=0):
   )(config)
   with torch.no_grad():
     for key, weight in model.named_parameters():
-      if "embed_positions" in key and family in ("Pegasus", "Marian"):
+      if "embed_positions" in key and family in ("Pegasus", "Marian") and "tables" not in name:
         continue  # sinusoids
       spread = 1.5 * weight.shape[-1] ** -0.5
       if weight.ndim == 1:
@@ -112,6 +125,10 @@ def saved(name, folder):
   """Save a model of a family to a folder, and return it."""
   model = model_of(name)
   model.save_pretrained(folder)
+  if name == "marian, two tables":  # with learned positions, as `save_pretrained` does not write
+    file = pathlib.Path(folder) / "model.safetensors"
+    state = {key: value.numpy() for key, value in model.state_dict().items()}
+    save_file({key: np.ascontiguousarray(value) for key, value in state.items()}, file)
   if name.startswith("t5gemma"):
     file = pathlib.Path(folder) / "config.json"
     fields = json.loads(file.read_text())

@@ -33,7 +33,7 @@ from specdec_jax.core.sampling import Sampling, row_keys
 from specdec_jax.core.trees import Tree, branching, chain
 from specdec_jax.core.types import DraftSpec, Loaded
 from specdec_jax.core.verify.tokens import TokenVerifier
-from specdec_jax.drafts.heads import speculator_config
+from specdec_jax.drafts.heads import new_head
 from specdec_jax.drafts.model import ModelDraft
 from specdec_jax.models.config import GPTConfig
 from specdec_jax.models.families import model_of
@@ -64,7 +64,7 @@ RUNS = {"chain": (chain(3), 1.0), "tree": (branching(2, 2), 1.0)}
 
 
 def pair(config) -> Pair:
-  """Return a pair in the parameter layout of t5x, with a draft whose guesses are often accepted."""
+  """Return a pair in the parameter layout of t5x, with a draft that is often accepted."""
   params = tiny_pair.random_params(config, 0)
   rng = np.random.default_rng(1)
 
@@ -120,7 +120,7 @@ def trained(model_parallel: int) -> dict:
   rng, target = np.random.default_rng(2), CONFIGS["t5"]
   params = tiny_pair.random_params(target, 0)
   texts = rng.integers(2, 16, (2, 16, 8)).tolist()
-  config = speculator_config(target, "eagle", gamma=3, emb_dim=16, mlp_dim=32, num_layers=1)
+  config = new_head(target, "eagle", gamma=3, emb_dim=16, mlp_dim=32)
   objective = speculator_objective(config, target, params, stride=2)
   settings = TrainSettings(2, tokens_per_batch=64, warmup_steps=1, model_parallel=model_parallel)
   with tempfile.TemporaryDirectory() as work:

@@ -63,7 +63,7 @@ def test_generate_returns_the_texts_of_the_target(batch_size=2):
   for text, row, length in zip(ours, np.asarray(plain.tokens), plain.lengths):
     assert text.text == str(text) and text.tokens.tolist() == row[:length].tolist()
     assert text.rounds.num_emitted.sum() == length and (text.rounds.num_emitted > 0).all()
-    assert text.acceptance_length == length / len(text.rounds.guesses) > 1
+    assert text.acceptance_length == length / len(text.rounds.draft_tokens) > 1
 
 
 def test_output_shows_its_rounds(capsys, monkeypatch):
@@ -103,7 +103,7 @@ def test_auto_chooses_the_fastest_and_logs_why(monkeypatch, caplog):
   caplog.set_level("INFO", "specdec_jax")
   for how in (dict(gamma="auto"), dict(tree="auto")):
     (output,) = own_pair().generate(TEXTS[:1], **how, **SHORT)
-    assert output.rounds.guesses.shape[-1] == tree.num_guesses
+    assert output.rounds.draft_tokens.shape[-1] == tree.num_draft_tokens
   assert len(caplog.messages) == 2 and caplog.messages[0].endswith("; so.")
 
 

@@ -13,8 +13,8 @@ from specdec_jax.core.sampling import Sampling
 from specdec_jax.core.trees import Tree, branching, chain
 from specdec_jax.core.types import Context
 from specdec_jax.drafts.backoff import BackoffDraft, backoff_ngrams, fit_backoff
-from specdec_jax.drafts.fallback import FallbackDraft
 from specdec_jax.drafts.prompt_lookup import PromptLookupDraft
+from specdec_jax.drafts.several import FallbackDraft
 from specdec_jax.drafts.uniform import UniformDraft
 from specdec_jax.errors import InputError
 
@@ -59,16 +59,16 @@ def propose(draft, params, texts):
 @pytest.mark.slow
 @pytest.mark.parametrize("order", [1, 2, 4])
 @pytest.mark.parametrize("tree", [chain(3), Tree((0, 0, 0, 1, 1, 2, 4))], ids=["chain", "tree"])
-def test_guesses_are_the_most_frequent_successors_of_the_longest_context(order, tree):
+def test_draft_tokens_are_the_most_frequent_successors_of_the_longest_context(order, tree):
   texts = [[0, *row[:length]] for row, length in zip(ROWS, (0, 1, 2, 3, 5, 4))]
   texts += [[0, 2, 8, 8], [0, 8, 8, 8, 3]]  # ids that no row contains
   proposal = propose(BackoffDraft(tree, order), fit_backoff(ROWS, order), texts)
   assert proposal.q is None
-  for text, guesses in zip(texts, np.asarray(proposal.tokens).tolist()):
+  for text, draft_tokens in zip(texts, np.asarray(proposal.tokens).tolist()):
     paths = [text]
-    for parent, rank, guess in zip(tree.parents, tree.ranks.tolist(), guesses):
-      assert guess == by_hand(ROWS, paths[parent], order, rank)
-      paths.append([*paths[parent], guess])
+    for parent, rank, draft_token in zip(tree.parents, tree.ranks.tolist(), draft_tokens):
+      assert draft_token == by_hand(ROWS, paths[parent], order, rank)
+      paths.append([*paths[parent], draft_token])
 
 
 def test_missing_successors_leave_later_siblings_unproposed():

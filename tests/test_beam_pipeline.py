@@ -17,13 +17,13 @@ import pytest
 import tiny_pair
 
 from specdec_jax import run as command_line
-from specdec_jax.commands.translate import count_records, decode_lines
 from specdec_jax.core.loading import DecodeSettings
 from specdec_jax.core.sampling import Sampling
 from specdec_jax.core.trees import chain
 from specdec_jax.errors import InputError
 from specdec_jax.measure import calibrate
 from specdec_jax.serve.decode import decode
+from specdec_jax.serve.lines import count_records, decode_lines
 
 pytest.importorskip("apache_beam", reason="Apache Beam is not installed")
 beam_pipeline = importlib.import_module("specdec_jax.serve.beam_pipeline")
@@ -87,17 +87,16 @@ def test_records_counters_and_summary_are_those_of_decode_lines(finished, tmp_pa
   lengths = [path.read_bytes().count(b"\n") for path in sorted(finished.glob("outputs-*"))]
   assert lengths == [6, 6, 6, 4]
   pair = LoadPair()()
-  sources = [text if pair.can_decode(text) else None for text in TEXTS]
-  texts, decoded = zip(*decode_lines(pair, sources, chain(GAMMA), DECODING))
-  assert [r["output"] for r in records] == [text for batch in texts for text in batch]
-  rows = [row.tolist() for batch in decoded for d in batch for row in d.tokens]
+  texts, decoded = zip(*decode_lines(pair, TEXTS, chain(GAMMA), DECODING))
+  assert [r["output"] for r in records] == [*texts]
+  rows = [row.tokens[0].tolist() for row in decoded if row]
   padded = [r["tokens"] + [0] * (LIMIT - len(r["tokens"])) for r in records if r["source"]]
   assert padded == rows
   assert records[10] == dict(
-    index=10, source="", output="", tokens=[], rounds=0, guesses=0, accepted=0
+    index=10, source="", output="", tokens=[], rounds=0, draft_tokens=0, accepted=0
   )
   counts = count_records(records)
-  rate = counts["accepted"] / counts["guesses"]
+  rate = counts["accepted"] / counts["draft_tokens"]
   assert 0.1 < rate < 0.95
   handler = beam_pipeline.SpeculativeModelHandler(LoadPair(), chain(GAMMA), DECODING)
   shards = []
@@ -114,18 +113,29 @@ def test_records_counters_and_summary_are_those_of_decode_lines(finished, tmp_pa
   assert capsys.readouterr().out == f"{summary}acceptance rate {rate:.3f}: {finished}\n"
 
 
-def test_outputs_depend_neither_on_shards_nor_on_input_files(finished, tmp_path):
+def test_outputs_depend_neither_on_shards_nor_on_input_files(finished, tmp_path, monkeypatch):
   (tmp_path / "part-0.jsonl").write_text("".join(f'{{"text": "{t}"}}\n' for t in TEXTS[:4]))
+  monkeypatch.chdir(tmp_path)
   lines = "".join(f"{text}\r\n" for text in TEXTS[4:11])
   (tmp_path / "part-1.txt.gz").write_bytes(gzip.compress(lines.encode()))
   (tmp_path / "part-2.txt").write_text("\n".join([*TEXTS[11:], "A dog"]))
-  folder, pattern = tmp_path / "out", str(tmp_path / "part-*")
+  folder, pattern = tmp_path / "out", "part-*"
   with pytest.raises(InputError, match="^no such pair; give another.$"):
     run(folder, pattern, load_pair=fail_to_load)
   # A run without outputs does not bind the next run.
   assert (folder / "run.json").exists() and not [*folder.glob("outputs-*.jsonl")]
   run(folder, pattern, num_shards=10, num_texts=len(TEXTS))
   assert outputs(folder) == outputs(finished)
+
+
+def test_other_fields_of_json_lines_are_kept(tmp_path):
+  fields = [{"source": "A man \u00e4", "id": 7}, {"text": "Two dogs", "tokens": "mine"}]
+  (tmp_path / "in.jsonl").write_text("".join(json.dumps(each) + "\n" for each in fields))
+  run(tmp_path / "out", str(tmp_path / "in.jsonl"), num_shards=1)
+  line, other = outputs(tmp_path / "out").decode().splitlines()
+  record, other = json.loads(line), json.loads(other)
+  assert record["id"] == 7 and "id" not in other and isinstance(other["tokens"], list)
+  assert "A man \u00e4" in line and other["source"] == "Two dogs" and "text" not in other
 
 
 def test_worker_processes_of_the_command_write_the_same_outputs(finished, tmp_path, monkeypatch):

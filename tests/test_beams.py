@@ -28,7 +28,7 @@ from specdec_jax.core.sampling import Sampling
 from specdec_jax.core.trees import DynamicTree, Tree, branching, chain
 from specdec_jax.core.types import Params
 from specdec_jax.core.verify.tokens import TokenVerifier
-from specdec_jax.drafts.heads import speculator_config
+from specdec_jax.drafts.heads import new_head
 from specdec_jax.drafts.model import ModelDraft
 from specdec_jax.drafts.prompt_lookup import PromptLookupDraft
 from specdec_jax.errors import InputError
@@ -130,8 +130,13 @@ def reference_search(model, params, prompt, num_beams: int, length_penalty: floa
   return (finished or live)[::-1]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("family, num_beams", [("t5", 1), ("t5", 3), ("t5", 8), ("gpt", 4)])
+@pytest.mark.parametrize(
+  "family, num_beams",
+  [
+    ("t5", 3),
+    *(pytest.param(*x, marks=pytest.mark.slow) for x in [("t5", 1), ("t5", 8), ("gpt", 4)]),
+  ],
+)
 def test_plain_search_equals_a_search_written_out(family, num_beams):
   case = FAMILIES[family]()
   result = plain(case, num_beams)
@@ -153,8 +158,8 @@ def chain_draft(model, gamma: int) -> ModelDraft:
 
 def conditioned_draft(case: Case, gamma: int) -> tuple[ModelDraft, object]:
   """Return an untrained decoder that uses the target's encoder, and its parameters."""
-  sizes = dict(gamma=2, emb_dim=32, mlp_dim=16, num_layers=1)
-  config = speculator_config(case.target.config, "conditioned", **sizes)
+  sizes = dict(offsets=2, emb_dim=32, mlp_dim=16, num_decoder_layers=1)
+  config = new_head(case.target.config, "conditioned", **sizes)
   params = tiny_pair.random_params(config, 3)
   factory = head_factory("conditioned", config, params, tiny.loaded(None, case.target, case.params))
   return factory.build(Sampling(temperature=0.0), chain(gamma)), factory.params
@@ -162,9 +167,7 @@ def conditioned_draft(case: Case, gamma: int) -> tuple[ModelDraft, object]:
 
 def eagle_draft(case: Case) -> tuple[BeamDraft, object]:
   """Return an untrained EAGLE head on the target's hidden states, and its parameters."""
-  config = speculator_config(
-    case.target.config, "eagle", gamma=2, emb_dim=8, mlp_dim=16, num_layers=1
-  )
+  config = new_head(case.target.config, "eagle", gamma=2, emb_dim=8, mlp_dim=16)
   params = tiny_pair.random_params(config, 3)
   factory = head_factory("eagle", config, params, tiny.loaded(None, case.target, case.params))
   draft = factory.build(Sampling(temperature=0.0), DynamicTree(4, 2))
@@ -222,7 +225,7 @@ def test_decoder_on_the_targets_encoder_is_a_beam_draft():
 def test_hidden_states_of_a_conditioned_decoder_move_with_their_beam():
   """With a single beam, each round has the draft tokens of a chain, even after acceptances."""
   case, (draft, draft_params) = t5(), conditioned_draft(t5(), 3)
-  never, traced, chain_guesses, beam_guesses = 0, [], [], []
+  never, traced, chain_draft_tokens, beam_draft_tokens = 0, [], [], []
 
   class RecordingDraft(ModelBeamDraft):
     def propose(self, params, state, context):
@@ -248,23 +251,23 @@ def test_hidden_states_of_a_conditioned_decoder_move_with_their_beam():
 
   @jax.jit
   def run_round(params, chains, beams, num_accepted, correction):
-    guesses = draft.propose(params.draft, chains.draft_state, chains.context, keys)[0].tokens
+    draft_tokens = draft.propose(params.draft, chains.draft_state, chains.context, keys)[0].tokens
     place = jnp.arange(4)
-    text = jnp.where(place < num_accepted, jnp.append(guesses[0], correction), -1)
+    text = jnp.where(place < num_accepted, jnp.append(draft_tokens[0], correction), -1)
     target = target_of(jnp.where(place == num_accepted, correction, text))
     chains = Decoder(target, draft, verifier, never).round(params, chains)
     beams = dataclasses.replace(searcher, target=target).round(params, beams)
-    return chains, beams, guesses, traced.pop()
+    return chains, beams, draft_tokens, traced.pop()
 
   for round_, (num_accepted, correction) in enumerate(((0, 5), (2, 8), (3, 3), (0, 10))):
-    chains, beams, *guesses = run_round(params, chains, beams, num_accepted, correction)
-    chain_guesses.append(np.asarray(guesses[0]))
-    beam_guesses.append(np.asarray(guesses[1]))
+    chains, beams, *draft_tokens = run_round(params, chains, beams, num_accepted, correction)
+    chain_draft_tokens.append(np.asarray(draft_tokens[0]))
+    beam_draft_tokens.append(np.asarray(draft_tokens[1]))
     assert int(chains.num_rounds[0]) == round_ + 1
     assert beams.live.beams.length == chains.length
-  np.testing.assert_array_equal(chain_guesses, beam_guesses)
-  assert not (np.array(chain_guesses) == never).any()
-  assert len({tuple(guesses[0]) for guesses in chain_guesses}) > 2
+  np.testing.assert_array_equal(chain_draft_tokens, beam_draft_tokens)
+  assert not (np.array(chain_draft_tokens) == never).any()
+  assert len({tuple(draft_tokens[0]) for draft_tokens in chain_draft_tokens}) > 2
 
 
 @pytest.mark.slow
@@ -273,11 +276,11 @@ def test_no_node_is_verified_twice(monkeypatch):
   case, (draft, draft_params) = t5(), DRAFTS["twice as wide"](t5())
   params, traced = Params(case.params, draft_params), []
 
-  def recording_pack(context, guesses, depth, count):
-    block = forest.pack_block(context, guesses, depth, count)
+  def recording_pack(context, draft_tokens, depth, count):
+    block = forest.pack_block(context, draft_tokens, depth, count)
     num_cached = context.verified.tokens.shape[1]
     new_entries = block.entries - num_cached
-    traced.append((context.tokens, context.length, context.last_entries, guesses, new_entries))
+    traced.append((context.tokens, context.length, context.last_entries, draft_tokens, new_entries))
     return block
 
   monkeypatch.setattr(search, "pack_block", recording_pack)
@@ -287,10 +290,12 @@ def test_no_node_is_verified_twice(monkeypatch):
   verified_texts = [[] for _ in case.prompt]
   for round_ in range(5):
     done = state.done
-    state, (tokens, length, last_entries, guesses, new_entries) = run_round(params, state)
+    state, (tokens, length, last_entries, draft_tokens, new_entries) = run_round(params, state)
     for row in np.flatnonzero(~done):
       nodes = [tuple(text[: length[row]].tolist()) for text in tokens[row]]
-      for token, parent in zip(guesses.tokens[row].tolist(), guesses.parents[row].tolist()):
+      for token, parent in zip(
+        draft_tokens.tokens[row].tolist(), draft_tokens.parents[row].tolist()
+      ):
         nodes.append((*nodes[parent], token))
       new = [text for text, entry in zip(nodes, new_entries[row]) if entry >= 0]
       verified_texts[row] += new if round_ else set(new)  # all beams begin as one text
@@ -358,8 +363,8 @@ def test_nodes_of_a_tree_follow_their_own_beam():
     start=jnp.array([1]),
     limit=jnp.array([9]),
   )
-  guesses, _ = TreeBeamDraft(NullDraft(Tree((0, 0, 1)))).propose((), (), context)
-  assert guesses.parents.tolist() == [[0, 0, 2, 1, 1, 5]]  # 0 and 1 are the last tokens
+  draft_tokens, _ = TreeBeamDraft(NullDraft(Tree((0, 0, 1)))).propose((), (), context)
+  assert draft_tokens.parents.tolist() == [[0, 0, 2, 1, 1, 5]]  # 0 and 1 are the last tokens
 
 
 def test_a_pass_may_have_one_node_per_beam():
@@ -436,12 +441,12 @@ def test_a_block_contains_the_proposed_nodes_that_are_not_verified():
     start=one,
     limit=one,
   )
-  guesses = forest.Forest(
+  draft_tokens = forest.Forest(
     tokens=jnp.array([[5, -1, 6, 7, 8]]),
     parents=jnp.array([[0, 0, 1, 1, 2]]),
     entries=jnp.array([[-1, -1, 0, -1, -1]]),
   )
-  block = jax.jit(lambda: forest.pack_block(context, guesses, 2, 4))()
+  block = jax.jit(lambda: forest.pack_block(context, draft_tokens, 2, 4))()
   assert block.nodes.tolist() == [[0, 1, 2, 5]] and block.tokens.tolist() == [[2, 3, 5, 7]]
   assert block.entries[0, jnp.array([0, 1, 2, 4, 5])].tolist() == [1, 2, 3, 0, 4]
   assert (block.entries[0, jnp.array([3, 6])] < 0).all()
@@ -501,8 +506,8 @@ def mixes_up_parents(beams, tokens, log_probs, *rules):
 def keeps_scores_of_the_draft(log_probs, hidden, block, context, *sizes):
   """Give draft tokens scores that differ from the target's."""
   new = forest.verified_nodes(log_probs, hidden, block, context, *sizes)
-  is_guess = (block.nodes >= context.last_tokens.shape[1])[..., None]
-  return new._replace(log_probs=new.log_probs + 0.01 * is_guess)
+  is_draft_token = (block.nodes >= context.last_tokens.shape[1])[..., None]
+  return new._replace(log_probs=new.log_probs + 0.01 * is_draft_token)
 
 
 def mixes_up_cached_nodes(nodes, last_entries, count, depth):

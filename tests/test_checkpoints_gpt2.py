@@ -14,8 +14,8 @@ from flax import traverse_util
 from safetensors.numpy import save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
+from specdec_jax.checkpoints.checkpoint import param_shapes
 from specdec_jax.checkpoints.load import load_params, open_checkpoint
-from specdec_jax.checkpoints.stored import StoredArray, param_shapes, split
 from specdec_jax.core.sampling import Sampling
 from specdec_jax.core.trees import chain
 from specdec_jax.data.vocabularies import open_vocabulary
@@ -185,18 +185,7 @@ def test_parameters_have_the_given_shardings(tmp_path):
   for part in QKV:
     array = arrays[f"decoder/layers_1/self_attention/{part}/kernel"]
     for index in ((slice(3, 7), slice(None)), (slice(None), slice(8, 16)), (slice(1),) * 2):
-      np.testing.assert_array_equal(array.read(index), array.whole()[index])
-
-
-def test_parts_of_a_split_array_read_only_their_values():
-  indices = []
-  array = StoredArray((2, 9), np.dtype(np.float32), lambda index: indices.append(index))
-  for part in split(array, 3):
-    assert part.shape == (2, 3)
-    part.whole()
-    part.read((slice(0, 1), slice(1, None)))
-  assert [columns for _, columns in indices[::2]] == [slice(0, 3), slice(3, 6), slice(6, 9)]
-  assert indices[3] == (slice(0, 1), slice(4, 6))
+      np.testing.assert_array_equal(array.read(index), array.read()[index])
 
 
 PUBLISHED = {

@@ -17,6 +17,7 @@ from huggingface_hub import constants
 from safetensors.numpy import load_file, save_file
 from test_checkpoints_formats import assert_rejected, hf_tensors, params, write_hf
 
+from scripts.checkout_layers import model_files
 from specdec_jax.checkpoints.load import load_params, open_checkpoint
 from specdec_jax.core.generation_config import GenerationConfig
 from specdec_jax.data.vocabularies import open_vocabulary
@@ -140,6 +141,57 @@ def test_gpt2_with_untied_logits_whose_config_says_tied(tmp_path):
   assert not checkpoint.config.tied_logits
   got = checkpoint.load(checkpoint.config)["decoder"]["logits_dense"]["kernel"]
   np.testing.assert_array_equal(got, 2 * arrays["wte.weight"].T)
+
+
+# Logits that transformers 5.24 computes for files with random weights.
+
+SOURCE, INPUTS = np.array([[5, 9, 40, 3, 0], [7, 0, 1, 1, 1]]), np.array([[0, 4, 8], [0, 60, 2]])
+TIED_UMT5 = [[[1.4678, 1.0987], [1.4022, 1.2245], [-1.3973, -1.2907]]]
+TIED_UMT5 += [[[1.4075, 0.1116], [-1.9873, -0.6201], [1.0902, 0.4154]]]
+TWO_TABLES = [[[7.0497, 19.0094], [7.0466, 19.0764], [7.0432, 18.8697]]]
+TWO_TABLES += [[[7.2750, 16.5350], [7.2745, 16.5346], [7.2744, 16.5347]]]
+
+
+def write_random(folder, fields, shapes):
+  """Write a folder of transformers; the weights depend on the order of their names."""
+  rng = np.random.default_rng(0)
+  arrays = {name: rng.normal(size=shapes[name]).astype(np.float32) for name in sorted(shapes)}
+  change(folder, **fields)
+  save_file(arrays, folder / "model.safetensors")
+
+
+def assert_logits(folder, source, inputs, want):
+  checkpoint = open_checkpoint(str(folder))
+  params = checkpoint.load(checkpoint.config)
+  got = tiny.teacher_forced(checkpoint.config)(params, source, inputs)
+  np.testing.assert_allclose(got[:, :, :2], want, atol=2e-4)
+
+
+def test_tied_umt5_without_the_field(tmp_path):
+  """The default of `tie_word_embeddings` is true for umT5, and false for mT5."""
+  fields = {"model_type": "umt5", **model_files.T5}
+  shapes = model_files.t5_shapes("umt5", {**fields, "tie_word_embeddings": True})
+  del fields["tie_word_embeddings"]
+  write_random(tmp_path, fields, shapes)
+  assert_logits(tmp_path, SOURCE, INPUTS, TIED_UMT5)
+
+
+def test_marian_with_two_tables_own_logits_and_own_positions(tmp_path):
+  fields = {"model_type": "marian", **model_files.BART, **model_files.MARIAN}
+  fields |= dict(activation_function="relu", decoder_start_token_id=95, decoder_vocab_size=96)
+  fields |= dict(share_encoder_decoder_embeddings=False, tie_word_embeddings=False)
+  shapes = model_files.bart_shapes("marian", fields)
+  table = shapes.pop("model.shared.weight")
+  shapes["lm_head.weight"] = table
+  for stack in ("encoder", "decoder"):
+    shapes[f"model.{stack}.embed_tokens.weight"] = table
+    shapes[f"model.{stack}.embed_positions.weight"] = fields["max_position_embeddings"], table[1]
+  write_random(tmp_path, fields, shapes)
+  source = np.where(SOURCE == 1, 95, SOURCE)
+  inputs = np.where(np.arange(3) == 0, 95, INPUTS)
+  assert_logits(tmp_path, source, inputs, TWO_TABLES)
+  change(tmp_path, share_encoder_decoder_embeddings=True)
+  assert_rejected(tmp_path, "differs from another array", "according to its config")
 
 
 # Token ids and generation settings.

@@ -25,8 +25,8 @@ def near(target) -> DraftSpec:
 
 
 def named(name: str):
-  """Return a draft factory whose `build` returns the arguments of the call."""
-  return lambda target: DraftSpec(name, lambda sampling, tree: (sampling, tree), name.upper())
+  """Return a function that loads a draft whose `build` returns its first two arguments."""
+  return lambda target: DraftSpec(name, lambda *args: args[:2], name.upper())
 
 
 def test_cascade_divides_gamma_among_its_drafts():
@@ -52,7 +52,7 @@ def test_draft_sampling_overrides_the_sampling_of_the_draft():
   factory = draft_sampling(target, named("a"), temperature=0.5, top_k=3)
   assert factory.name == "a (temperature 0.5, top_k 3)" and factory.params == "A"
   assert factory.build(Sampling(top_p=0.9), tree) == (Sampling(0.5, 3, 0.9), tree)
-  assert factory.build(GREEDY, tree) == (GREEDY, tree)  # the argmax is the best guess
+  assert factory.build(GREEDY, tree) == (GREEDY, tree)  # the argmax is the best draft token
   assert draft_sampling(target, named("a")).name == "a"
 
 
@@ -82,7 +82,7 @@ def test_layer_skip_shares_the_targets_arrays():
   assert with_layers.draft.name == "layers 0"
   target_arrays = {id(leaf) for leaf in jax.tree.leaves(pair.target.params)}
   assert {id(leaf) for leaf in jax.tree.leaves(with_layers.draft.params)} < target_arrays
-  # The target has one layer, so the draft equals the target and every guess is accepted.
+  # The target has one layer, so the draft equals the target and every draft token is accepted.
   out = with_layers.decode_fn(GREEDY, chain(3))(
     pair.prompt(tiny_pair.SENTENCES[:2]), jax.random.split(jax.random.key(0), 2), max_new_tokens=12
   )

@@ -14,13 +14,12 @@ from specdec_jax.batching import Block, Texts, decode_all, decode_texts, prefill
 from specdec_jax.core.decode import Decoder, NullDraft
 from specdec_jax.core.sampling import Sampling, row_keys
 from specdec_jax.core.trees import chain
-from specdec_jax.core.types import Params
+from specdec_jax.core.types import Params, WrappedModel
 from specdec_jax.core.verify.tokens import TokenVerifier
-from specdec_jax.core.wrappers import WrappedModel
 from specdec_jax.drafts.model import ModelDraft
 from specdec_jax.errors import InputError
 from specdec_jax.models.t5 import T5Model
-from specdec_jax.serve.slots import Slots
+from specdec_jax.serve.slots import Slots, Text
 
 M, LIMIT, WIDTH = 13, 10, 16
 CONFIG, DRAFT = tiny.config(vocab_size=8), tiny.config(vocab_size=8, layers=1)
@@ -108,29 +107,38 @@ def test_texts_in_any_order_are_those_of_a_batch():
 @pytest.mark.slow
 def test_slots_are_filled_and_freed_at_any_time():
   """Texts arrive one by one or several at once, and some are cancelled."""
-  slots = Slots(decoder(), PARAMS, 3, WIDTH, LIMIT)
+  shared = decoder()
+  slots = Slots(shared, PARAMS, 3, WIDTH, LIMIT)
   rng, waiting, ended, cancelled = np.random.default_rng(4), [*range(M)], [], []
-  in_slots: set[int] = set()
+  in_slots: dict[int, Text] = {}
+  reported = {}
+
+  def text_of(i: int) -> Text:
+    prompt = PROMPTS[i, : LENGTHS[i]].tolist()
+    return Text(shared, prompt, KEYS[i], LIMIT, lambda *report: reported.update({i: report}))
+
   while waiting or in_slots:
     count = min(slots.num_free, len(waiting), int(rng.integers(0, 4)))
-    new, waiting = waiting[:count], waiting[count:]
-    slots.add([(i, PROMPTS[i, : LENGTHS[i]].tolist(), KEYS[i], LIMIT) for i in new])
-    in_slots |= {*new}
+    new, waiting = {i: text_of(i) for i in waiting[:count]}, waiting[count:]
+    if new:
+      slots.add([*new.values()])
+    in_slots |= new
     if in_slots and rng.random() < 0.1:
       cancelled.append(min(in_slots))
-      slots.cancel(cancelled[-1])
-      in_slots.discard(cancelled[-1])
+      slots.cancel(in_slots.pop(cancelled[-1]))
     if not in_slots:
       continue
-    progress = slots.step(int(rng.integers(1, 4)))
-    assert {each.name for each in progress} == in_slots
-    for text, result, done in progress:
+    reported.clear()
+    done = slots.step(int(rng.integers(1, 4)))
+    assert reported.keys() == in_slots.keys()
+    for i, (result, is_last) in reported.items():
       length = int(result.lengths[0])
-      np.testing.assert_array_equal(result.tokens[0, :length], batch().tokens[text, :length])
-      if done:
-        same_text(text, result._replace(log_probs=None), 0)
-        in_slots.remove(text)
-        ended.append(text)
+      np.testing.assert_array_equal(result.tokens[0, :length], batch().tokens[i, :length])
+      assert is_last == (in_slots[i] in done)
+      if is_last:
+        same_text(i, result._replace(log_probs=None), 0)
+        del in_slots[i]
+        ended.append(i)
     assert slots.num_free == 3 - len(in_slots)
   assert len(cancelled) > 0 and sorted(ended + cancelled) == [*range(M)]
 
@@ -148,7 +156,7 @@ def test_samples_of_one_source_share_its_keys_and_values():
   shared = decoder().run(PARAMS, prompts, keys, max_new_tokens=LIMIT, num_samples=3)
   repeated = decoder().run(PARAMS, prompts.repeat(3, axis=0), keys, max_new_tokens=LIMIT)
   np.testing.assert_array_equal(shared.tokens, repeated.tokens)
-  np.testing.assert_array_equal(shared.rounds.guesses, repeated.rounds.guesses)
+  np.testing.assert_array_equal(shared.rounds.draft_tokens, repeated.rounds.draft_tokens)
   assert len({tuple(row) for row in np.asarray(shared.tokens[:3]).tolist()}) > 1
 
 

@@ -22,7 +22,7 @@ from specdec_jax import batching
 from specdec_jax.core.decode import Decoder, NullDraft
 from specdec_jax.core.sampling import Sampling
 from specdec_jax.core.trees import DynamicTree, Tree, branching, chain
-from specdec_jax.core.types import DraftSpec, Params
+from specdec_jax.core.types import DraftOptions, DraftSpec, Params
 from specdec_jax.core.verify.blocks import BlockVerifier
 from specdec_jax.core.verify.k_seq import KSeqVerifier
 from specdec_jax.core.verify.lossy import TopBetaVerifier, TypicalVerifier
@@ -33,11 +33,9 @@ from specdec_jax.drafts import dynamic as drafts_dynamic
 from specdec_jax.drafts import hierarchical as drafts_hierarchical
 from specdec_jax.drafts import model as drafts_model
 from specdec_jax.drafts.backoff import backoff_ngrams
-from specdec_jax.drafts.cascade import CascadeDraft
+from specdec_jax.drafts.composed import prompt_lookup_or_ngrams
 from specdec_jax.drafts.dynamic import DynamicDraft
-from specdec_jax.drafts.fallback import prompt_lookup_or_ngrams
-from specdec_jax.drafts.forest import ForestDraft
-from specdec_jax.drafts.heads import SpeculatorConfig
+from specdec_jax.drafts.heads import new_head
 from specdec_jax.drafts.hierarchical import HierarchicalDraft
 from specdec_jax.drafts.layer_skip import layer_skip
 from specdec_jax.drafts.lookahead import lookahead
@@ -47,8 +45,8 @@ from specdec_jax.drafts.other_vocabulary import OtherVocabularyModel, OtherVocab
 from specdec_jax.drafts.prompt_lookup import PromptLookupDraft, prompt_lookup
 from specdec_jax.drafts.recycling import RecyclingDraft
 from specdec_jax.drafts.retrieval import retrieval
-from specdec_jax.drafts.stop_at_miss import StopAtMissDraft
-from specdec_jax.drafts.stopping import AdaptiveStoppingDraft, StoppingDraft
+from specdec_jax.drafts.several import CascadeDraft, ForestDraft
+from specdec_jax.drafts.stopping import AdaptiveStoppingDraft, StopAtMissDraft, StoppingDraft
 from specdec_jax.drafts.uniform import uniform
 from specdec_jax.load import head_factory
 from specdec_jax.models.families import with_feature_layers
@@ -167,8 +165,15 @@ def other_vocabulary(models: Models, sampling: Sampling, tree: Tree):
   return ModelDraft(OtherVocabularyModel(T5Model(config), models.target), sampling, tree), params
 
 
+INDEPENDENT = DraftOptions(independent_siblings=True)
+
+
+def rereading(num_tokens: int) -> DraftOptions:
+  return DraftOptions(reread=num_tokens)
+
+
 def independent(models: Models, sampling: Sampling, tree: Tree):
-  return ModelDraft(models.draft, sampling, tree, independent=True), models.draft_params
+  return ModelDraft(models.draft, sampling, tree, INDEPENDENT), models.draft_params
 
 
 def drafted(make: Callable[..., DraftSpec], *settings: Any):
@@ -200,7 +205,7 @@ def bigrams(models: Models, sampling: Sampling, tree: Tree):
 
 def hierarchical(models: Models, sampling: Sampling, tree: Tree):
   """Hierarchical draft in which the target drafts for the draft model."""
-  inner = ModelDraft(models.target, sampling, chain(2))
+  inner = ModelDraft(models.target, sampling, chain(2), rereading(4))
   draft = HierarchicalDraft(models.draft, inner, sampling, tree)
   return draft, (models.draft_params, models.params)
 
@@ -208,8 +213,8 @@ def hierarchical(models: Models, sampling: Sampling, tree: Tree):
 def two_levels(models: Models, sampling: Sampling, tree: Tree):
   """Two-level hierarchical draft in which the target drafts at each level. All tokens are accepted,
   so the lower levels have the maximum number of tokens to reread."""
-  cheapest = ModelDraft(models.target, sampling, chain(1))
-  middle = HierarchicalDraft(models.target, cheapest, sampling, chain(2))
+  cheapest = ModelDraft(models.target, sampling, chain(1), rereading(6))
+  middle = HierarchicalDraft(models.target, cheapest, sampling, chain(2), rereading(4))
   draft = HierarchicalDraft(models.target, middle, sampling, tree)
   return draft, (models.params, (models.params, models.params))
 
@@ -238,8 +243,8 @@ def known(models: Models, sampling: Sampling, tree: Tree):
 def cascade(models: Models, sampling: Sampling, tree: Tree):
   """Cascade of one token of the target, two tokens of the draft model, and prompt lookup."""
   drafts = (
-    ModelDraft(models.target, sampling, chain(1)),
-    ModelDraft(models.draft, sampling, chain(2)),
+    ModelDraft(models.target, sampling, chain(1), rereading(5)),
+    ModelDraft(models.draft, sampling, chain(2), rereading(6)),
     PromptLookupDraft(V, chain(1), 2),
   )
   return CascadeDraft(drafts, V), (models.params, models.draft_params, ())
@@ -249,18 +254,11 @@ def learned(kind: str, layers: tuple[int, ...] | None = None):
   """Return a learned head with random parameters."""
 
   def draft(models: Models, sampling: Sampling, tree: Tree):
-    shape = models.target.config
-    width = shape.emb_dim * max(1, len(models.target.feature_layers))
-    sizes = dict(state_dim=width, emb_dim=8, mlp_dim=16, num_decoder_layers=1, rank=4)
-    heads = dict(
-      num_heads=shape.num_heads,
-      num_kv_heads=shape.num_kv_heads,
-      head_dim=shape.head_dim,
-      has_encoder=shape.has_encoder,
-    )
-    config = SpeculatorConfig(kind=kind, vocab_size=V, gamma=4, layers=layers, **sizes, **heads)
-    own = tiny_pair.random_params(config, 1)
-    made = head_factory(kind, config, own, tiny.loaded(None, models.target, models.params))
+    sizes = dict(emb_dim=8, mlp_dim=16, num_encoder_layers=1, num_decoder_layers=1, rank=4)
+    settings = dict(gamma=4, offsets=4, layers=layers)
+    head = new_head(models.target.config, kind, **settings, **sizes)
+    own = tiny_pair.random_params(head, 1)
+    made = head_factory(kind, head, own, tiny.loaded(None, models.target, models.params))
     return made.build(sampling, tree), made.params
 
   return draft
@@ -285,16 +283,16 @@ def dynamic_itself(models: Models, sampling: Sampling, tree: DynamicTree):
 def forest_draft(models: Models, sampling: Sampling, tree: Tree):
   """Forest of a chain of the draft model, a tree of the target, and prompt lookup."""
   drafts = (
-    ModelDraft(models.draft, sampling, chain(2)),
-    ModelDraft(models.target, sampling, branching(2, 1)),
+    ModelDraft(models.draft, sampling, chain(2), rereading(3)),
+    ModelDraft(models.target, sampling, branching(2, 1), rereading(3)),
     PromptLookupDraft(V, chain(2), 2),
   )
   return ForestDraft(drafts, V), (models.draft_params, models.params, ())
 
 
 def recycling(models: Models, sampling: Sampling, tree: Tree):
-  draft, params = near(models, sampling, tree)
-  return RecyclingDraft(draft, 2, V), params
+  draft = ModelDraft(models.target, sampling, tree, rereading(tree.depth + 1))
+  return RecyclingDraft(draft, 2, V), tiny.near(models.params, 5, 0.2)
 
 
 RAGGED = Tree((0, 0, 1, 1, 2, 4))
@@ -544,7 +542,10 @@ def test_recorded_rounds_add_up_to_the_text(case):
       path = range(1, n + 1) if rounds.path is None else rounds.path[r, row, :n]
       parents = tree.parents if rounds.parents is None else rounds.parents[r, row]
       assert [0, *path][:-1] == [parents[node - 1] for node in path]
-      emitted = [*rounds.guesses[r, row][[node - 1 for node in path]], rounds.next_token[r, row]]
+      emitted = [
+        *rounds.draft_tokens[r, row][[node - 1 for node in path]],
+        rounds.next_token[r, row],
+      ]
       text += emitted[:count]
     assert text == np.asarray(out.tokens)[row, :length].tolist()
 

@@ -8,11 +8,10 @@ import sys
 import pytest
 import tiny_pair
 
-from specdec_jax.data.sentence_pieces import EOS_ID, train_sentence_pieces
+from specdec_jax.data.pieces import EOS_ID, train_sentence_pieces, train_word_pieces
 from specdec_jax.data.text import read_lines
 from specdec_jax.data.vocabularies import open_vocabulary
 from specdec_jax.data.vocabulary import PAD_ID, padded
-from specdec_jax.data.word_pieces import train_word_pieces
 from specdec_jax.errors import InputError
 from specdec_jax.load import EMBEDDED
 
@@ -67,9 +66,9 @@ def test_sentinels_are_numbered_from_the_last_id_down(words):
   assert len(more) == size + 3 and more.fingerprint() != words.fingerprint()
   ids = more.encode("A <extra_id_0> runs <extra_id_2>")
   assert ids[-2] == size and size + 2 in ids
-  assert more.decode(ids) == "A <extra_id_0> runs <extra_id_2>"
+  assert more.decode(ids) == "A runs"
   assert more.pieces([size, size + 1, size + 2, size + 3]) == [
-    *(f" <extra_id_{i}>" for i in (2, 1, 0)),
+    *(f"<extra_id_{i}>" for i in (2, 1, 0)),
     f"<{size + 3}>",
   ]
   assert more.encode("A man runs") == words.encode("A man runs")

@@ -37,7 +37,7 @@ def params():
 
 @functools.cache
 def drafts():
-  """Return parameters of a good draft (most guesses accepted), a bad draft, and the target."""
+  """Return parameters of a good draft (most draft tokens accepted), a bad draft, and the target."""
   return {
     "good": tiny.near(params(), seed=9, noise=0.05),
     "bad": tiny.params(CONFIG, seed=5),
@@ -93,9 +93,9 @@ def texts(out):
 
 
 def history(out, row=0):
-  """Return (guesses, n, next token, number of emitted tokens) of each round that a row ran."""
+  """Return (draft tokens, n, next token, number of emitted tokens) of each round that a row ran."""
   r = jax.tree.map(lambda a: np.asarray(a)[:, row].tolist(), out.rounds)
-  rounds = zip(r.guesses, r.num_accepted, r.next_token, r.num_emitted, strict=True)
+  rounds = zip(r.draft_tokens, r.num_accepted, r.next_token, r.num_emitted, strict=True)
   return [fields for fields in rounds if fields[-1] > 0]
 
 
@@ -112,9 +112,9 @@ def check(out, limit, eos):
     rounds = history(out, row)
     assert not num_emitted[len(rounds) :, row].any()  # a finished row emits nothing
     emitted = []
-    for guesses, n, next_token, count in rounds:
-      assert 0 <= n <= len(guesses)
-      emitted += [*guesses[:n], next_token][:count]
+    for draft_tokens, n, next_token, count in rounds:
+      assert 0 <= n <= len(draft_tokens)
+      emitted += [*draft_tokens[:n], next_token][:count]
     assert emitted == text
     assert all(count == n + 1 for _, n, _, count in rounds[:-1])  # only the last round is truncated
     assert 1 <= rounds[-1][3] <= rounds[-1][1] + 1
@@ -180,10 +180,10 @@ def test_sampling_draft_of_another_architecture_does_not_change_greedy_output():
   assert texts(out) == until(EOS)
 
 
-# A draft equal to the target detects a draft cache that lacks the last accepted guess.
+# A draft equal to the target detects a draft cache that lacks the last accepted draft token.
 
 
-def test_every_greedy_guess_of_a_draft_equal_to_the_target_is_accepted(gamma=3):
+def test_every_greedy_draft_token_of_a_draft_equal_to_the_target_is_accepted(gamma=3):
   """`test_adaptive.py` covers gamma 1, 2 and 4."""
   out = speculate(gamma, params())
   assert (accepted(out) == gamma).all()
@@ -193,7 +193,7 @@ def test_every_greedy_guess_of_a_draft_equal_to_the_target_is_accepted(gamma=3):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("gamma,sampling", [(4, Sampling(0.7, top_k=9, top_p=0.9))])
-def test_every_sampled_guess_of_a_draft_equal_to_the_target_is_accepted(gamma, sampling):
+def test_every_sampled_draft_token_of_a_draft_equal_to_the_target_is_accepted(gamma, sampling):
   for seed in range(5):
     out = speculate(gamma, params(), sampling, rng=keys(seed))
     assert (accepted(out) == gamma).all()
@@ -201,29 +201,29 @@ def test_every_sampled_guess_of_a_draft_equal_to_the_target_is_accepted(gamma, s
       assert len(history(out, row)) == -(-len(text) // (gamma + 1))
 
 
-# Scripted drafts: any number of accepted guesses, and EOS at any position of a block.
+# Scripted drafts: any number of accepted draft tokens, and EOS at any position of a block.
 
 
 def scripts(wrong):
-  """Return guesses [8, LIMIT + 1] by position: the oracle's tokens except where `wrong`."""
+  """Return draft tokens [8, LIMIT + 1] by position: the oracle's tokens except where `wrong`."""
   right = np.pad(oracle(), ((0, 0), (1, 0)))
   other = np.where((right + 1) % V == EOS, (right + 2) % V, (right + 1) % V)
   return np.where(np.pad(wrong, ((0, 0), (1, 0))), other, right).astype(np.int32)
 
 
 def expected_rounds(text, wrong, gamma):
-  """Return (n, num_emitted) of each round when the guesses at `wrong` [LIMIT] are wrong."""
+  """Return (n, num_emitted) of each round when the draft tokens at `wrong` [LIMIT] are wrong."""
   rounds, position = [], 0
   while position < len(text):
-    wrong_guesses = [*wrong[position : position + gamma], True][: gamma + 1]
-    n = wrong_guesses.index(True)
+    wrong_draft_tokens = [*wrong[position : position + gamma], True][: gamma + 1]
+    n = wrong_draft_tokens.index(True)
     rounds.append((n, min(n + 1, len(text) - position)))
     position += n + 1
   return rounds
 
 
 @pytest.mark.parametrize("gamma", [4, 7])
-def test_text_and_rounds_for_random_patterns_of_right_and_wrong_guesses(gamma):
+def test_text_and_rounds_for_random_patterns_of_right_and_wrong_draft_tokens(gamma):
   """Check 20 patterns of 8 rows, with EOS at any position of a block."""
   values_of_n, kinds_of_eos = set(), set()
   for seed in range(20):
@@ -241,13 +241,13 @@ def test_text_and_rounds_for_random_patterns_of_right_and_wrong_guesses(gamma):
       values_of_n |= {n for n, _ in want}
       if text[-1] == EOS:
         n, emitted = got[-1][1], got[-1][3]
-        kinds_of_eos.add("guess" if emitted <= n else "bonus" if n == gamma else "correction")
+        kinds_of_eos.add("draft_token" if emitted <= n else "bonus" if n == gamma else "correction")
   assert values_of_n == set(range(gamma + 1))
-  assert kinds_of_eos == {"guess", "bonus", "correction"}
+  assert kinds_of_eos == {"draft_token", "bonus", "correction"}
 
 
-def test_eos_inside_accepted_guesses_ends_the_row_there():
-  """All guesses are right, including those after EOS, and yet the row stops at EOS."""
+def test_eos_inside_accepted_draft_tokens_ends_the_row_there():
+  """All draft tokens are right, including those after EOS, and yet the row stops at EOS."""
   gamma = 7
   right = scripts(np.zeros((8, LIMIT), bool))
   out = speculate(gamma, right, draft=tiny.ScriptedDraft(chain(gamma)))
@@ -280,7 +280,7 @@ def test_rejected_eos_does_not_end_a_row():
     eos_id=EOS,
   )
   assert texts(out) == until(EOS)
-  # All other guesses are wrong: each round emits one token, and the last one emits EOS.
+  # All other draft tokens are wrong: each round emits one token, and the last one emits EOS.
   assert [len(history(out, row)) for row in range(8)] == [len(text) for text in until(EOS)]
 
 

@@ -11,13 +11,13 @@ import pytest
 import tiny_pair
 from jax import Array
 from test_contract import RAGGED, RANDOM, T5_CONFIG, V, t5
-from test_learned import module
+from test_learned import tiny_head
 
 from specdec_jax.core.sampling import distribution
 from specdec_jax.core.trees import DynamicTree, chain
-from specdec_jax.core.types import Context
-from specdec_jax.drafts.heads import head_of, speculator_config
-from specdec_jax.drafts.heads.base import DraftHead, TargetOutputs
+from specdec_jax.core.types import Context, DraftOptions
+from specdec_jax.drafts.heads import DraftHead, new_head
+from specdec_jax.drafts.heads.base import TargetOutputs
 from specdec_jax.errors import InputError
 from specdec_jax.train.batches import NO_TOKEN, Batch
 from specdec_jax.train.objectives import divergences
@@ -46,18 +46,17 @@ class Case(NamedTuple):
 
 def case(gamma: int = 3, length: int = 12) -> Case:
   models = t5()
-  config = module("drafter", models.target.config, gamma, num_encoder_layers=2)
+  head = tiny_head(models.target.config, "drafter", gamma, num_encoder_layers=2)
   targets = np.random.default_rng(0).integers(2, V, (6, length)).astype(np.int32)
   targets[2, 4:] = targets[4, -1:] = 0
-  params = tiny_pair.random_params(config, 3)
-  return Case(head_of(config), params, models.prompts, targets)
+  return Case(head, tiny_pair.random_params(head, 3), models.prompts, targets)
 
 
 @pytest.mark.parametrize("tree", [chain(2), RAGGED], ids=["chain", "tree"])
 def test_q_in_each_round_equals_that_of_training(tree):
   """Rounds commit one token, two, or as many as possible; one row is ahead of the others."""
   drafted, most, batch = case(gamma=4, length=16), tree.depth + 1, 6
-  draft = drafted.head.draft(t5().target.config, RANDOM, tree)
+  draft = drafted.head.draft(t5().target.config, RANDOM, tree, DraftOptions())
   num_slots, length = 17 + tree.num_nodes, np.ones(batch, np.int32)
   text = np.zeros((batch, num_slots), np.int32)
   text[:, 1:17] = drafted.targets
@@ -104,7 +103,7 @@ def test_placeholders_see_the_text_to_their_anchor_and_each_other():
 def test_glancing_shows_a_share_of_the_wrong_tokens_and_leaves_them_out_of_the_loss():
   """At stride 1 every token is an anchor, for any random key."""
   drafted, models = case(gamma=10, length=16), t5()
-  length, config = drafted.targets.shape[1], drafted.head.config
+  length = drafted.targets.shape[1]
   texts = np.where(drafted.targets > 0, drafted.targets, NO_TOKEN)
   outputs = TargetOutputs(drafted.inputs, None, None, None, drafted.source, jnp.asarray(texts), 0.0)
   draft_logits = jax.jit(drafted.head.training_logits(models.target.config, 1))
@@ -119,7 +118,9 @@ def test_glancing_shows_a_share_of_the_wrong_tokens_and_leaves_them_out_of_the_l
     drafted.targets[..., None],
     (drafted.targets[..., None] > 0).astype(np.float32),
   )
-  objective = speculator_objective(config, models.target.config, models.params, stride=1, decay=0.9)
+  objective = speculator_objective(
+    drafted.head, models.target.config, models.params, stride=1, decay=0.9
+  )
   loss_of = jax.jit(objective.loss)
   for progress, ratio in ((0.0, 0.5), (1.0, 0.3)):
     logits, kept = draft_logits(
@@ -143,17 +144,17 @@ def test_glancing_shows_a_share_of_the_wrong_tokens_and_leaves_them_out_of_the_l
 
 def test_trees_that_the_head_cannot_propose_raise():
   head, target = case().head, t5().target.config
-  with pytest.raises(InputError, match="up to 3 guesses"):
-    head.draft(target, RANDOM, chain(4))
+  with pytest.raises(InputError, match="up to 3 draft tokens"):
+    head.draft(target, RANDOM, chain(4), DraftOptions())
   with pytest.raises(InputError, match="candidates"):
-    head.draft(target, RANDOM, DynamicTree(500, 2))
+    head.draft(target, RANDOM, DynamicTree(500, 2), DraftOptions())
 
 
 def test_warm_start_takes_every_layer_of_a_model_with_as_many_heads():
   model = dataclasses.replace(T5_CONFIG, num_heads=3, num_encoder_layers=2, num_decoder_layers=2)
-  sizes = dict(emb_dim=model.emb_dim, mlp_dim=model.mlp_dim, num_layers=2, num_encoder_layers=2)
-  config = speculator_config(T5_CONFIG, "drafter", num_heads=3, **sizes)
-  params, own = (tiny_pair.random_params(each, i) for i, each in enumerate((model, config)))
+  sizes = dict(emb_dim=model.emb_dim, mlp_dim=model.mlp_dim, num_encoder_layers=2)
+  head = new_head(T5_CONFIG, "drafter", num_heads=3, **sizes)
+  params, own = (tiny_pair.random_params(each, i) for i, each in enumerate((model, head)))
   started = warm_start(own, model, params)
   np.testing.assert_array_equal(started.pop("places"), own["places"])
   jax.tree.map(np.testing.assert_array_equal, started, params)
@@ -162,7 +163,7 @@ def test_warm_start_takes_every_layer_of_a_model_with_as_many_heads():
 def test_head_that_does_not_fit_the_target_cannot_be_trained():
   too_many = T5_CONFIG.num_heads + 1
   with pytest.raises(InputError, match="use the target that it was trained on"):
-    speculator_config(T5_CONFIG, "shared_encoder", num_heads=too_many)
-  config = dataclasses.replace(speculator_config(T5_CONFIG, "shared_encoder"), num_heads=too_many)
+    new_head(T5_CONFIG, "shared_encoder", num_heads=too_many)
+  head = dataclasses.replace(new_head(T5_CONFIG, "shared_encoder"), num_heads=too_many)
   with pytest.raises(InputError, match="use the target that it was trained on"):
-    speculator_objective(config, T5_CONFIG, t5().params)
+    speculator_objective(head, T5_CONFIG, t5().params)

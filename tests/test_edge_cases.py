@@ -147,7 +147,7 @@ def test_logits_that_are_not_finite_end_only_their_own_rows(speculation):
   values, positions = np.zeros(4, np.float32), np.full(4, position)
   values[[row, infinite]] = np.nan, np.inf
   others = values == 0
-  if not speculation:  # a block of guesses extends past the end before the end is known
+  if not speculation:  # a block of draft tokens extends past the end before the end is known
     values[first], positions[first] = np.nan, good.lengths[first]
   got = (speculate if speculation else autoregressive)(
     sources, target=with_injected_logits(positions, values)

@@ -68,7 +68,7 @@ def test_greedy_output_equals_autoregressive_decoding(sentences, draft, batch_si
       pair.target.model, draft, *params, *inputs, verifier=TokenVerifier(GREEDY), **limit
     )
     assert identical([expected], [out]), f"gamma {gamma}, batch {batch_size}, sentence {first}"
-    assert out.num_rounds < 0.6 * expected.num_rounds, "too few guesses are accepted"
+    assert out.num_rounds < 0.6 * expected.num_rounds, "too few draft tokens are accepted"
 
 
 @pytest.mark.slow
@@ -81,8 +81,8 @@ def test_alpha_at_temperature_0_agrees_with_the_readme_of_the_pair(pair, sentenc
     prompts.append(pair.prompt(test_sentences[first : first + 8], width=48))
     inputs = pair.target.model, pair.target.params, prompts[-1], row_keys(0, first, 8)
     generated.append(autoregressive_decode(*inputs, max_new_tokens=LIMIT, sampling=GREEDY))
-  alpha = measure_alpha(pair, prompts, generated, GREEDY).alpha
+  measured = measure_alpha(pair, prompts, generated, GREEDY)
   readme = (EMBEDDED / "README.md").read_text()
   claimed = float(re.search(r"alpha at temperature 0 \| ([0-9.]+)", readme).group(1))
   # The confidence interval is that of 48 sentences, about 700 tokens.
-  assert alpha.low - 0.03 <= claimed <= alpha.high + 0.03
+  assert measured.alpha_low - 0.03 <= claimed <= measured.alpha_high + 0.03

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import re
 from collections.abc import Callable
 
 import jax
@@ -25,20 +26,22 @@ from specdec_jax.core.verify.blocks import BlockVerifier
 from specdec_jax.core.verify.lossy import TypicalVerifier
 from specdec_jax.core.verify.tokens import TokenVerifier
 from specdec_jax.errors import InputError
-from specdec_jax.exactness.compare import (
-  cells_of,
-  compare_argmax,
-  compare_samples,
-)
-from specdec_jax.exactness.near_ties import (
+from specdec_jax.exactness.argmax import (
   Divergence,
   Rounding,
+  compare_argmax,
   first_divergences,
   node_moves,
   share_of,
 )
 from specdec_jax.exactness.paths import plans_of, rounds_of_self_draft, shapes_of
-from specdec_jax.exactness.prefix_chi2 import Comparison, compare, cut_into_cells
+from specdec_jax.exactness.samples import (
+  Comparison,
+  cells_of,
+  compare,
+  compare_samples,
+  cut_into_cells,
+)
 from specdec_jax.models.layers import RelativePositionBias
 from specdec_jax.models.simulated import SimulatedModel
 
@@ -151,7 +154,7 @@ def drops_bonus(rng, x, q, p):
   return Verification(n - all_stand, jnp.where(all_stand, x[:, -1], next_token))
 
 
-def bonus_of_the_guess_before(rng, x, q, p):
+def bonus_of_the_draft_token_before(rng, x, q, p):
   """Sample the bonus token from the distribution at the last draft token, not from the next one."""
   return judge_with()(rng, x, q, p.at[:, -1].set(p[:, -2]))
 
@@ -169,7 +172,7 @@ JUDGES = {
   "accepts whatever p says": judge_with(accept=lambda u, q, p: u < 2),
   "p instead of the residual": judge_with(residual=lambda p, q: p),
   "residual not normalised": judge_with(residual=unnormalised),
-  "bonus of the guess before": bonus_of_the_guess_before,
+  "bonus of the draft token before": bonus_of_the_draft_token_before,
 }
 
 
@@ -253,8 +256,8 @@ def test_random_numbers_shared_by_draft_and_verifier_are_detected():
     def propose(self, params, state, context, rng):
       (_, q, _), state = self.draft.propose(params, state, context, rng)
       left[:] = [u(rng)]
-      guesses = (jnp.cumsum(q, axis=-1) > left[0][..., None]).argmax(axis=-1)  # inversion
-      return Proposal(guesses.astype(jnp.int32), q), state
+      draft_tokens = (jnp.cumsum(q, axis=-1) > left[0][..., None]).argmax(axis=-1)  # inversion
+      return Proposal(draft_tokens.astype(jnp.int32), q), state
 
   pair, judge = tiny_pair.pair(), judge_with(accept=lambda u, q, p: left[0] * q < p)
   draft = Leaving(pair.draft.build(sampling, chain(1)), None)
@@ -451,7 +454,7 @@ def test_dynamic_tree_is_checked_in_several_shapes_on_every_path():
   tree = DynamicTree(7, 3)
   shapes = shapes_of(tree)
   assert len({shape.parents for shape in shapes}) > 1
-  assert all(shape.num_guesses == 7 and shape.depth == 3 for shape in shapes)
+  assert all(shape.num_draft_tokens == 7 and shape.depth == 3 for shape in shapes)
   plans = plans_of(tree)
   for parents, depths, offsets, paths, length in zip(*plans):
     on_path = np.flatnonzero(offsets == 0) + 1
@@ -482,24 +485,17 @@ def test_cells_cover_all_probability():
     assert p * 1000 >= 5 - 1e-9
 
 
-def test_text_is_counted_in_its_longest_prefix():
+def test_texts_are_counted_in_their_longest_prefix_and_small_cells_are_merged():
   cells = {(): 0.2, (3,): 0.3, (3, 4): 0.1, (5,): 0.4}
   texts = [(3, 4)] * 10 + [(3, 9)] * 30 + [(5, 3)] * 40 + [(7, 7)] * 20
   exact = compare(cells, texts)
   assert exact == Comparison(0.0, 3, 100, 4, 0) and exact.p_value == 1
   assert compare(cells, texts[10:] + [(7, 7)] * 10).statistic == pytest.approx(10 + 100 / 20)
-
-
-def test_small_cells_are_merged():
   cells = {(): 0.01, (3,): 0.02, (4,): 0.03, (5,): 0.94}
-  texts = [(5,)] * 94 + [(4,)] * 6
-  assert compare(cells, texts) == Comparison(0.0, 1, 100, 2, 0)
+  assert compare(cells, [(5,)] * 94 + [(4,)] * 6) == Comparison(0.0, 1, 100, 2, 0)
   # They are too small alone, so the next larger cell is merged with them.
   assert compare({(): 0.01, (3,): 0.99}, [(3,)] * 100).degrees == 0
-
-
-def test_impossible_text_is_a_fault():
-  assert Comparison(0.0, 3, 100, 4, 1).p_value == 0
+  assert Comparison(0.0, 3, 100, 4, 1).p_value == 0  # an impossible text is a fault
 
 
 # The command.
@@ -514,44 +510,71 @@ def check(**changes):
     max_new_tokens=12,
     num_texts=4,
     samples_per_text=100,
-    num_guesses=100,
+    num_draft_tokens=100,
     long_tokens=0,
   )
   check_exactness(changes.pop("pair", tiny_pair.pair()), **{**settings, **changes})
 
 
+def report(capsys):
+  """Return the rows of the printed table, with the cells in a row, and the lines below it."""
+  said = capsys.readouterr().out.splitlines()
+  start = next(i for i, line in enumerate(said) if line.split()[:2] == ["check", "setting"])
+  rows = [re.split(r" {2,}", line) for line in said[start + 1 :] if not line.startswith(" ")]
+  return [row for row in rows if len(row) > 1], [row[0] for row in rows if len(row) == 1]
+
+
 def test_correct_pair_passes(capsys):
   check(long_tokens=40)
-  said = capsys.readouterr().out
-  assert said.count("ok  ") == 12 and "FAIL" not in said
-  assert "12 of 12 checks hold, in float32 on cpu" in said
-  assert "4 of 4 texts identical" in said and "top-k 10, autoregressive" in said
-  assert "verification, gamma 2: logits differ" in said
-  assert "gamma 2, long texts, batch 4: 4 of 4 texts identical, 40 tokens each" in said
-  assert "400 outputs, first 4 tokens in" in said
-  assert "gamma 2, rounds: " in said and "gamma 2, long texts, rounds: " in said
-  assert "ok   acceptance in all rounds: " in said and "in acceptance would be detected" in said
-  assert said.count("a temperature wrong by") == 2  # of draft tokens and of next tokens
-  assert "ok   independence within rounds: 9 correlations" in said
-  assert "ok   independence between rounds: 119 correlations" in said
+  rows, notes = report(capsys)
+  assert [row[0] for row in rows] == ["ok"] * 12
+  assert notes == ["12 of 12 checks hold, in float32 on cpu."]
+  setting = "temperature 1 top-k 10, gamma 2"
+  assert [row[1:3] for row in rows] == [
+    ["logits", "gamma 2"],
+    ["rounds", f"{setting}, batch 32"],
+    ["rounds", f"{setting}, long texts, batch 8"],
+    *(
+      [check, "all rounds"]
+      for check in (
+        "acceptance",
+        "draft_tokens",
+        "next tokens",
+        "independence within rounds",
+        "independence between rounds",
+      )
+    ),
+    ["outputs", "temperature 0, gamma 2, batch 4"],
+    ["outputs", "temperature 0, gamma 2, long texts, batch 4"],
+    ["samples", f"{setting}, batch 4"],
+    ["samples", "temperature 1 top-k 10, autoregressive, batch 4"],
+  ]
+  found = {check: row for _, check, *row in rows}
+  assert "detects a bias of" in found["acceptance"][-1]
+  assert "detects a temperature wrong by" in found["next tokens"][-1]
+  assert found["independence between rounds"][-1].startswith("119 correlations")
+  assert found["outputs"][1] == "4 of 4" and "40 tokens each" in found["outputs"][-1]
+  assert "400 outputs, first 4 tokens in" in found["samples"][-1]
+  assert float(found["samples"][1].removeprefix("p = ")) > 1e-3
 
 
 def test_trees_are_checked_and_a_verifier_without_scored_rounds_is_named(capsys):
   pair = dataclasses.replace(tiny_pair.pair(), verifier=BlockVerifier)
   check(pair=pair, gammas=(), trees=[(0, 0, 1)], num_texts=1)
-  said = capsys.readouterr().out
-  assert said.count("ok  ") == 4 and "4 of 4 checks hold" in said
-  assert "top-k 10, tree (0, 0, 1), batch 4: " in said and "on each of the tree's paths" in said
-  assert "For BlockVerifier, outputs were checked, but not rounds." in said
+  rows, notes = report(capsys)
+  assert [row[:2] for row in rows] == [["ok", c] for c in ("logits", "outputs", *["samples"] * 2)]
+  assert rows[2][2] == "temperature 1 top-k 10, tree (0, 0, 1), batch 4"
+  assert "on each of the tree's paths" in rows[1][-1]
+  assert notes[0] == "For BlockVerifier, outputs were checked, but not rounds."
 
 
 def test_dynamic_trees_are_checked_without_their_rounds(capsys):
   check(gammas=(), dynamic=[(5, 2)])
-  said = capsys.readouterr().out
-  assert "temperature 0, dynamic tree 5/2, batch 4: 4 of 4 texts identical; the target as" in said
-  assert "on each of the tree's paths in turn\n" in said
-  assert "top-k 10, dynamic tree 5/2, batch 4: " in said and "4 of 4 checks hold" in said
-  assert "For dynamic trees, outputs were checked, but not rounds." in said
+  rows, notes = report(capsys)
+  assert rows[1][:4] == ["ok", "outputs", "temperature 0, dynamic tree 5/2, batch 4", "4 of 4"]
+  assert "with the target as draft on each of the tree's paths in turn" in rows[1][-1]
+  assert len(rows) == 4 and {row[0] for row in rows} == {"ok"}
+  assert notes[0] == "For dynamic trees, outputs were checked, but not rounds."
 
 
 def test_fault_is_printed_and_exits_with_status_1(capsys):
@@ -564,10 +587,10 @@ def test_fault_is_printed_and_exits_with_status_1(capsys):
       pair=dataclasses.replace(tiny_pair.pair(), verifier=forgets_top_k),
       samplings=[Sampling(top_k=10)],
     )
-  said = capsys.readouterr().out
   assert ended.value.code == 1
-  assert "FAIL temperature 1 top-k 10, gamma 2, batch 4: 400 outputs, " in said
-  assert "of them impossible" in said
+  row = next(row for row in report(capsys)[0] if row[1] == "samples")
+  assert row[:4] == ["FAIL", "samples", "temperature 1 top-k 10, gamma 2, batch 4", "p = 0"]
+  assert "of them impossible" in row[-1]
 
 
 def test_correct_pair_with_processors_passes(capsys):
@@ -577,7 +600,7 @@ def test_correct_pair_with_processors_passes(capsys):
   check(samplings=[Sampling()], gammas=(), trees=[(0, 0, 1)], generation=generation)
   said = capsys.readouterr().out
   assert "Logits processors: RepetitionPenalty, NoRepeatNgram, MinLength, ForcedTokens." in said
-  assert "FAIL" not in said and said.count("ok  ") == 9
+  assert "FAIL" not in said and said.count("\nok  ") == 9
 
 
 @pytest.mark.parametrize("fault, temperature", [(FAULTS[0], 1.0), (FAULTS[1], 0.0)])
@@ -597,9 +620,10 @@ def test_wrong_text_of_processors_is_a_fault(fault, temperature, monkeypatch, ca
 def test_samples_that_are_too_few_to_count_are_not_checked(capsys):
   """Only the remaining checks decide, as for random weights, whose prefixes are all improbable."""
   check(samplings=[Sampling(top_k=10)], samples_per_text=1)
-  said = capsys.readouterr().out
-  assert "--   temperature 1 top-k 10, gamma 2, batch 4: not checked, because no prefix" in said
-  assert "FAIL" not in said
+  rows, _ = report(capsys)
+  samples = [row for row in rows if row[1] == "samples"]
+  assert {row[0] for row in samples} == {"--"} and samples[0][3] == "not checked"
+  assert {row[0] for row in rows} == {"ok", "--"}
 
 
 @pytest.mark.parametrize(
@@ -607,8 +631,8 @@ def test_samples_that_are_too_few_to_count_are_not_checked(capsys):
   [
     ({"texts": []}, "nothing to check"),
     ({"gammas": []}, "nothing to check"),
-    ({"dynamic": [(1, 2)]}, "number of a tree's guesses is 0"),
-    ({"trees": [()]}, "number of a tree's guesses is 0"),
+    ({"dynamic": [(1, 2)]}, "number of a tree's draft tokens is 0"),
+    ({"trees": [()]}, "number of a tree's draft tokens is 0"),
     ({"trees": [(1,)]}, "level order"),
     (
       {"pair": dataclasses.replace(tiny_pair.pair(), verifier=TypicalVerifier)},
@@ -617,7 +641,7 @@ def test_samples_that_are_too_few_to_count_are_not_checked(capsys):
     ({"level": 0.0}, "level is 0.0"),
     ({"samples_per_text": 0}, "samples_per_text is 0"),
     ({"batch_sizes": [0]}, "batch_size is 0"),
-    ({"num_guesses": 0}, "num_guesses is 0"),
+    ({"num_draft_tokens": 0}, "num_draft_tokens is 0"),
     ({"long_tokens": -1}, "long_tokens is -1"),
     ({"generation": GenerationConfig(top_k=9)}, "generation has top_k, which a command does not"),
     ({"pair": simulated(tiny_pair.pair())}, "acceptance is simulated"),

@@ -15,7 +15,7 @@ P, Q = np.array([0.5, 0.3, 0.2, 0.0]), np.array([0.2, 0.3, 0.1, 0.4])
 def test_y_has_the_distribution_of_f_for_any_q():
   """Frequencies over 5,000 samples are within five standard deviations of P.
 
-  Accepting every guess would give the frequencies Q.
+  Accepting every draft token would give the frequencies Q.
   """
   rng, count = np.random.default_rng(0), 5_000
   results = [speculative_execution(lambda: P, lambda y: 10 * y, Q, rng) for _ in range(count)]
@@ -38,7 +38,7 @@ def test_g_runs_in_parallel_with_f():
   speculative_execution(f, lambda y: begun.set(), Q, np.random.default_rng(0))
 
 
-def test_exception_of_g_for_a_rejected_guess_is_dropped():
+def test_exception_of_g_for_a_rejected_draft_token_is_dropped():
   def g(y):
     if y == 3:  # P(3) = 0
       raise ValueError("not possible")

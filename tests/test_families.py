@@ -12,7 +12,6 @@ import numpy as np
 import pytest
 import tiny
 
-from specdec_jax.checkpoints.in_memory import open_in_memory
 from specdec_jax.checkpoints.load import load_params, open_checkpoint
 from specdec_jax.core.sampling import Sampling
 from specdec_jax.core.trees import branching
@@ -65,7 +64,7 @@ def test_logits_equal_those_of_transformers_with_padding_and_rollback(model, nam
   config = open_checkpoint(folder).config
   source, inputs = families.sources(config, 0, BATCH, 20), texts(config, 1)
   want = their_logits(of, config, source, inputs)
-  config = dataclasses.replace(config, fused=fused)
+  config = dataclasses.replace(config, fused=fused, tied_logits=config.tied_logits and not fused)
   ours, params = model_of(config), load_params(folder, config)
   extend = jax.jit(ours.extend)
   cache, start = jax.jit(ours.prefill, static_argnums=2)(params, source, 32)[1], 0
@@ -100,7 +99,7 @@ def test_greedy_outputs_equal_those_of_transformers(model, name):
     attention_mask=torch.tensor(source != config.pad_id).long(),
     generation_config=settings,
   ).numpy()[:, 1:]
-  config = dataclasses.replace(config, fused=True)
+  config = dataclasses.replace(config, fused=True, tied_logits=False)
   ours, params = model_of(config), load_params(folder, config)
   draft = ModelDraft(ours, GREEDY, branching(2, 1))
   got = tiny.speculative_decode(
@@ -124,7 +123,7 @@ def test_greedy_outputs_equal_those_of_transformers(model, name):
 def test_model_in_memory_equals_the_folder(model, name):
   of, folder = model(name)
   config = open_checkpoint(folder).config
-  in_memory = open_in_memory(of)
+  in_memory = open_checkpoint(of)
   assert in_memory.config == config
   params, want = in_memory.load(in_memory.config), load_params(folder, config)
   jax.tree.map(np.testing.assert_array_equal, params, want)

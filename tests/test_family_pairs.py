@@ -9,7 +9,7 @@ import pytest
 import tiny
 import tiny_pair
 
-from specdec_jax.checkpoints.folder import save_model
+from specdec_jax.checkpoints.save import save_model
 from specdec_jax.core.sampling import Sampling, row_keys
 from specdec_jax.core.trees import branching, chain
 from specdec_jax.core.types import Params
@@ -39,13 +39,13 @@ CASES = [
 
 @functools.cache
 def folder(family):
-  """Save a target and a draft whose guesses are often accepted; return the folder."""
+  """Save a target and a draft whose draft tokens are often accepted; return the folder."""
   path = tiny_pair.folder() / family
   sizes = dict(vocab_size=tiny_pair.pair().target.model.vocab_size, layers=1)
   config = tiny.config(**sizes, **FAMILIES[family])
   params = tiny.params(config, 0, peak=2.0)
-  save_model(str(path / "target"), config, params)
-  save_model(str(path / "near"), config, tiny.near(params, 1, 0.1))
+  save_model(str(path / "target"), config, params, dtype=jnp.bfloat16)
+  save_model(str(path / "near"), config, tiny.near(params, 1, 0.1), dtype=jnp.bfloat16)
   return path
 
 

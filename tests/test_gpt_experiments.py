@@ -1,6 +1,7 @@
 """Test experiments with decoder-only models: ragged and empty prompts, and injected faults."""
 
 import json
+import re
 
 import gin
 import jax
@@ -17,9 +18,9 @@ from specdec_jax.core.counts import acceptance_rate
 from specdec_jax.core.loading import DecodeSettings
 from specdec_jax.core.sampling import Sampling, row_keys
 from specdec_jax.core.trees import chain
-from specdec_jax.measure import records
-from specdec_jax.measure.measure import measure
-from specdec_jax.measure.speed import Timing
+from specdec_jax.measure.records import results_path
+from specdec_jax.measure.speed import speed_steps
+from specdec_jax.measure.sweep import measure_missing
 from specdec_jax.models.simulated import SimulatedModel
 from specdec_jax.serve.decode import decode
 
@@ -52,7 +53,7 @@ def check(pair, samplings, batch_sizes):
     max_new_tokens=LIMIT,
     num_texts=4,
     samples_per_text=60,
-    num_guesses=75,
+    num_draft_tokens=75,
     long_tokens=0,
   )
 
@@ -70,9 +71,10 @@ def test_checker_detects_rows_that_attend_to_the_prompt_of_another_row(capsys):
   with pytest.raises(SystemExit):
     check(tiny_pair.changed(pair, model=target), [RANDOM], [4])
   lines = capsys.readouterr().out.split("\n")
-  results = {line[5:].split(":")[0]: line[:4] for line in lines if "batch 4" in line}
+  rows = [re.split(r" {2,}", line) for line in lines if "batch 4" in line]
+  results = {row[2]: row[0] for row in rows}
   assert results == {
-    "temperature 1, autoregressive, batch 4": "ok  ",
+    "temperature 1, autoregressive, batch 4": "ok",
     "temperature 1, gamma 2, batch 4": "FAIL",
   }
 
@@ -81,11 +83,10 @@ def test_checker_detects_rows_that_attend_to_the_prompt_of_another_row(capsys):
 
 
 def test_simulated_acceptance_rate_is_alpha_after_ragged_prompts():
-  """For 16 texts of 60 tokens, the tolerance is 5 standard errors, plus 0.02 for guesses of EOS."""
+  """For 16 texts of 60 tokens, the tolerance is 5 standard errors, plus 0.02 for EOS."""
   alpha, pair = 0.6, tiny_pair.gpt_pair("random")
-  pair = tiny_pair.changed(
-    pair, model=SimulatedModel(pair.target.model, alpha, pair.vocabulary.eos_id)
-  )
+  model = SimulatedModel(pair.target.model, alpha, pair.vocabulary.eos_id)
+  pair = tiny_pair.changed(pair, model=model)
   prompt = pair.prompt([*TEXTS[:3], *"abcdefghiklmn"])
   assert len(np.unique((np.asarray(prompt) > 0).sum(axis=1))) > 2
   out = jax.device_get(
@@ -100,14 +101,13 @@ def test_simulated_acceptance_rate_is_alpha_after_ragged_prompts():
 
 def test_measurement_of_a_gamma_is_recorded(tmp_path, monkeypatch):
   tiny.know_costs(monkeypatch)  # test_measure.py times T5 models
-  with records.open_results(str(tmp_path)) as results:
-    settings = DecodeSettings(GREEDY, batch_size=4, max_new_tokens=LIMIT)
-    measured = measure(tiny_pair.gpt_pair(), TEXTS, results, [settings], [GAMMA], Timing(repeats=1))
-  (r,) = measured
-  assert r.identical and r.num_tokens >= 4
-  assert None not in (r.speedup, r.c, r.predicted_finite_length)
-  assert 0.3 < r.alpha <= 1 and 0 < r.operations_ratio and r.draft_step_mb > 0
-  assert r.gamma == GAMMA and r.rounds < r.num_tokens
+  settings = DecodeSettings(GREEDY, batch_size=4, max_new_tokens=LIMIT)
+  steps = speed_steps(tiny_pair.gpt_pair(), TEXTS, [settings], [GAMMA], repeats=1)
+  (r,) = measure_missing(results_path(tmp_path), steps)
+  assert r.outputs.identical and r.outputs.num_tokens >= 4
+  assert None not in (r.times.speedup, r.times.c, r.times.predicted_finite_length)
+  assert 0.3 < r.outputs.alpha <= 1 and 0 < r.times.operations_ratio and r.times.draft_step_mb > 0
+  assert r.settings.gamma == GAMMA and r.outputs.rounds < r.outputs.num_tokens
 
 
 # Generation from empty prompts.
@@ -164,5 +164,5 @@ def test_decode_command_accepts_empty_prompts(tmp_path):
 def test_report_examples_accept_empty_prompts():
   pair, expected = tiny_pair.gpt_pair(), decode_one_by_one(TEXTS)
   settings = DecodeSettings(GREEDY, max_new_tokens=LIMIT)
-  examples = [*decode_examples(pair, TEXTS, [settings], [chain(GAMMA)])]
+  examples = [*decode_examples(pair, TEXTS, [settings], chain(GAMMA))]
   assert [e.translation for e in examples] == expected and all(e.rounds for e in examples)

@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 import tiny_pair
 
-from specdec_jax.checkpoints.folder import save_model
-from specdec_jax.checkpoints.stored import param_shapes
+from specdec_jax.checkpoints.checkpoint import param_shapes
+from specdec_jax.checkpoints.save import save_model
 from specdec_jax.core.sampling import Sampling, row_keys
 from specdec_jax.core.trees import chain
-from specdec_jax.drafts.heads import HEADS, speculator_config
+from specdec_jax.drafts.heads import HEADS, new_head
 from specdec_jax.errors import InputError
 from specdec_jax.load import checkpoint_draft, frequent_tokens, load_pair, speculator
 from specdec_jax.measure.alpha import proposals
@@ -97,7 +97,7 @@ def test_outputs_are_those_of_the_quantized_target(draft_weights):
 
 
 def test_scales_are_sharded_like_the_columns_of_their_matrices():
-  config = dataclasses.replace(load().target.config, weights="int8", fused=False, kernels="xla")
+  config = dataclasses.replace(load().config, weights="int8", fused=False, kernels="xla")
   shardings = param_shardings(param_shapes(config), make_mesh())
   attention = shardings["decoder"]["layers_0"]["self_attention"]
   for name in ("query", "out"):
@@ -149,9 +149,8 @@ def test_frequent_tokens_are_counted_and_include_eos():
 @pytest.mark.parametrize("kind", [*HEADS])
 def test_heads_are_quantized_and_propose_output_tokens_only(kind, tmp_path):
   pair = load()
-  config = speculator_config(
-    pair.target.model.config, kind, gamma=3, emb_dim=8, mlp_dim=16, num_layers=1
-  )
+  sizes = dict(gamma=3, emb_dim=8, mlp_dim=16, num_encoder_layers=1, num_decoder_layers=1)
+  config = new_head(pair.target.model.config, kind, **sizes)
   save_model(str(tmp_path), config, tiny_pair.random_params(config, 0))
   options = dict(path=str(tmp_path), weights="int8")
   if kind in TARGET_LOGITS:

@@ -13,7 +13,8 @@ import numpy as np
 import pytest
 import tiny
 
-from specdec_jax.checkpoints.folder import open_folder, save_model
+from specdec_jax.checkpoints.load import open_checkpoint
+from specdec_jax.checkpoints.save import save_model
 from specdec_jax.core.trees import Tree
 from specdec_jax.models.families import for_decoding
 from specdec_jax.models.kernels import skinny
@@ -375,9 +376,9 @@ def test_token_has_bit_identical_logits_alone_in_a_block_and_in_a_tree(dtype):
   _, cache = model.prefill(params, prompt, 8)
   together = model.extend(params, cache, tokens)[0]
   # Another child of the first token precedes the chain that is compared.
-  tree, guesses = Tree((0, 0, 2, 3, 4)), jnp.asarray([[0, 8, 5, 7, 9, 11]])
+  tree, draft_tokens = Tree((0, 0, 2, 3, 4)), jnp.asarray([[0, 8, 5, 7, 9, 11]])
   _, wider = model.prefill(params, prompt, 20)
-  branching = model.extend(params, wider, guesses, tree)[0][:, [0, 2, 3, 4, 5]]
+  branching = model.extend(params, wider, draft_tokens, tree)[0][:, [0, 2, 3, 4, 5]]
   np.testing.assert_array_equal(branching, together)
   for i in range(5):
     logits, _, extended = model.extend(params, cache, tokens[:, i : i + 1])
@@ -390,8 +391,8 @@ def test_token_has_bit_identical_logits_alone_in_a_block_and_in_a_tree(dtype):
 @pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
 def test_weights_stored_as_bfloat16_can_stay_in_bfloat16(tmp_path, tied):
   config = tiny.config(tied_logits=tied)
-  save_model(str(tmp_path), config, tiny.params(config, 0))  # stores bfloat16
-  stored = open_folder(str(tmp_path))
+  save_model(str(tmp_path), config, tiny.params(config, 0), dtype=jnp.bfloat16)
+  stored = open_checkpoint(str(tmp_path))
   fused = dataclasses.replace(config, fused=True, tied_logits=False)
   skinny_config = dataclasses.replace(fused, kernels="skinny")
   params = stored.load(skinny_config, stored_weights=True)

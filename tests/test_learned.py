@@ -27,25 +27,21 @@ from test_contract import (
 )
 
 from specdec_jax import load as loading
-from specdec_jax.checkpoints.folder import open_folder, save_model
+from specdec_jax.checkpoints.load import open_checkpoint
+from specdec_jax.checkpoints.save import save_model
 from specdec_jax.commands import train as commands
 from specdec_jax.core.sampling import distribution
 from specdec_jax.core.trees import chain
 from specdec_jax.core.types import Context, Outcome, Verification
 from specdec_jax.data.vocabularies import open_vocabulary
 from specdec_jax.drafts import composed
-from specdec_jax.drafts.heads import (
-  HEADS,
-  SpeculatorConfig,
-  head_of,
-  speculator_config,
-)
+from specdec_jax.drafts.heads import HEADS, DraftHead, new_head
 from specdec_jax.drafts.heads.base import TargetOutputs
 from specdec_jax.errors import InputError
 from specdec_jax.measure.alpha import proposals
 from specdec_jax.models.families import module_of, with_feature_layers
 from specdec_jax.models.layers import norm
-from specdec_jax.train.batches import Batch
+from specdec_jax.train.batches import NO_TOKEN, Batch
 from specdec_jax.train.objectives import divergences
 from specdec_jax.train.speculators import speculator_objective, warm_start
 from specdec_jax.train.trainer import TrainSettings
@@ -86,12 +82,9 @@ def test_divergences_are_exact_if_all_of_p_is_known_and_otherwise_lower_bounds(
   assert (np.asarray(bound) <= want + 1e-6).all()
 
 
-def module(kind: str, shape, gamma: int = 3, **changes) -> SpeculatorConfig:
-  sizes = dict(state_dim=shape.emb_dim, emb_dim=8, mlp_dim=16, num_decoder_layers=1, rank=4)
-  names = "num_heads", "num_kv_heads", "head_dim", "has_encoder"
-  heads = {name: getattr(shape, name) for name in names}
-  fields = dict(kind=kind, vocab_size=shape.vocab_size, gamma=gamma, **sizes, **heads)
-  return SpeculatorConfig(**{**fields, **changes})
+def tiny_head(target, kind: str, gamma: int = 3, **settings) -> DraftHead:
+  sizes = dict(emb_dim=8, mlp_dim=16, num_encoder_layers=1, num_decoder_layers=1, rank=4)
+  return new_head(target, kind, gamma=gamma, offsets=gamma, **sizes | settings)
 
 
 @pytest.mark.parametrize(
@@ -109,8 +102,7 @@ def test_training_logits_equal_those_of_decoding(kind, of, layers):
   """At each token of a text, the draft's q in decoding equals the q that the training loss uses."""
   models = of()
   shape = models.target.config
-  width = shape.emb_dim * max(1, len(models.target.feature_layers))
-  config = module(kind, shape, layers=layers, state_dim=width)
+  config = tiny_head(shape, kind, layers=layers)
   own = tiny_pair.random_params(config, 3)
   drafter = loading.head_factory(kind, config, own, tiny.loaded(None, models.target, models.params))
   first = kind == "pass"  # its first draft token is the target's
@@ -144,7 +136,7 @@ def test_decoder_drafts_as_it_was_trained(kind, tree):
   Rounds accept some, all or none of the draft tokens.
   """
   models = t5()
-  config = module(kind, models.target.config)
+  config = tiny_head(models.target.config, kind)
   own, drawn = tiny_pair.random_params(config, 3), np.random.default_rng(0)
   draft = loading.head_factory(
     "", config, own, tiny.loaded(None, models.target, models.params)
@@ -155,38 +147,36 @@ def test_decoder_drafts_as_it_was_trained(kind, tree):
   hidden, cache = models.target.prefill(models.params, jnp.asarray(models.prompts), num_slots)
   context = Context(models.prompts, tokens, jnp.full(batch, length), cache, states[:, 0])
   state = draft.init(own, context, hidden)
-  learned = jax.jit(functools.partial(head_of(config).module.apply, method="after_each"))
-  predict = functools.partial(head_of(config).module.apply, method="logits_and_features")
+  after_each = jax.jit(functools.partial(config.module.apply, method="after_each"))
 
   def eagle(variables, inputs, hidden, rounds, *source):
     """Return logits where each token of the last round has its parent's predicted feature."""
     last_committed = rounds[0, -1]
     for position in range(last_committed + 1, last_committed + 1 + tree.depth):
-      _, features = jax.jit(predict)(variables, inputs, hidden, *source)
+      _, features = after_each(variables, inputs, hidden, rounds, *source)
       hidden = np.concatenate(
         [hidden[:, :position], features[:, position - 1, None], hidden[:, position + 1 :]], axis=1
       )
-    return jax.jit(predict)(variables, inputs, hidden, *source)[0]
+    return after_each(variables, inputs, hidden, rounds, *source)
 
-  if kind == "eagle_text":
-    learned = eagle
+  learned = eagle if kind == "eagle_text" else after_each
   paths = [np.flatnonzero(ancestors)[1:] for ancestors in tree.ancestors]  # to each node
-  for keep in (2, tree.num_guesses, 0, 3):
+  for keep in (2, tree.num_draft_tokens, 0, 3):
     anchors = anchors[: length - 1] + [length - 1] * (num_slots - length + 1)
     here = dict(tokens=tokens, length=jnp.full(batch, length), hidden=states[:, length - 1])
     keys = jax.random.split(jax.random.key(keep), batch)
     proposal, state = jax.jit(draft.propose)(own, state, context._replace(**here), keys)
-    guesses, last = np.asarray(proposal.tokens), cache.cross[-1:]
+    draft_tokens, last = np.asarray(proposal.tokens), cache.cross[-1:]
     for node in range(1, tree.num_nodes):
       inputs = tokens.copy()
-      inputs[:, length : length + len(paths[node])] = guesses[:, paths[node] - 1]
+      inputs[:, length : length + len(paths[node])] = draft_tokens[:, paths[node] - 1]
       rounds = np.broadcast_to(np.array(anchors), inputs.shape)
-      logits = learned({"params": own}, inputs, states, rounds, last, cache.cross_bias)
+      logits, _ = learned({"params": own}, inputs, states, rounds, last, cache.cross_bias)
       q = distribution(logits[:, length + len(paths[node]) - 2], RANDOM)
       if not tree.ranks[node - 1]:  # a sibling has the q that excludes its earlier siblings
         np.testing.assert_allclose(proposal.q[:, node - 1], q, atol=2e-6)
     path = paths[keep]
-    tokens[:, length : length + len(path)] = guesses[:, path - 1]
+    tokens[:, length : length + len(path)] = draft_tokens[:, path - 1]
     tokens[:, length + len(path)] = drawn.integers(2, V, batch)
     length += len(path) + 1
     padded = np.pad(path, (0, tree.depth - len(path)))
@@ -202,9 +192,21 @@ def test_decoder_drafts_as_it_was_trained(kind, tree):
 def test_layers_that_the_target_lacks_are_rejected(layers):
   target = deep().target.config
   with pytest.raises(InputError, match="the target's decoder has layers 0 to 2: give some of them"):
-    speculator_config(target, "early_exit", layers=layers)
-  with pytest.raises(InputError, match="layers 0 to 2"):
-    speculator_config(target, "early_exit", exit_layers=4)
+    new_head(target, "early_exit", layers=layers)
+  if layers:
+    with pytest.raises(InputError, match="layers 0 to 2"):
+      new_head(target, "features", layers=layers)
+
+
+def test_settings_of_other_kinds_are_left_out_and_unknown_ones_are_named():
+  target = deep().target.config
+  assert new_head(target, "heads", rank=3, layers=None, gamma=2) == new_head(
+    target, "heads", gamma=2
+  )
+  with pytest.raises(TypeError, match="No kind of head has ranks"):
+    new_head(target, "parallel", ranks=3)
+  with pytest.raises(InputError, match="must be one of 'heads', 'eagle'"):
+    new_head(target, "medusa")
 
 
 @pytest.mark.parametrize("make", [deep, deep_gpt], ids=["T5", "GPT"])
@@ -235,8 +237,8 @@ def test_hidden_states_are_outputs_of_feature_layers(make):
 def test_pair_gives_each_draft_the_states_that_it_reads():
   pair = tiny_pair.pair()
   layers = (0,)
-  config = functools.partial(speculator_config, kind="features", layers=layers, emb_dim=8)
-  load = functools.partial(loading.random_speculator, config=config)
+  head = functools.partial(new_head, kind="features", layers=layers, emb_dim=8)
+  load = functools.partial(loading.random_speculator, head=head)
   tree = functools.partial(composed.tree_draft, draft=load, widths=(2,))
   with_tree = pair.with_draft(tree(pair.target))
   assert with_tree.target.model.feature_layers == with_tree.draft.features == layers
@@ -246,32 +248,27 @@ def test_pair_gives_each_draft_the_states_that_it_reads():
 
 
 def test_chosen_layers_are_stored(tmp_path):
-  config = speculator_config(deep().target.config, "early_exit", layers=(0, 2))
-  save_model(str(tmp_path), config, tiny_pair.random_params(config, 0))
-  assert open_folder(str(tmp_path)).config == config and config.layers == (0, 2)
-  stored = json.loads((tmp_path / "config.json").read_text())
-  del stored["layers"]  # as in a folder that was written before the field existed
-  (tmp_path / "config.json").write_text(json.dumps(stored))
-  assert open_folder(str(tmp_path)).config == dataclasses.replace(config, layers=None)
+  head = new_head(deep().target.config, "early_exit", layers=(0, 2))
+  save_model(str(tmp_path), head, tiny_pair.random_params(head, 0))
+  assert open_checkpoint(str(tmp_path)).config == head and head.layers == (0, 2)
 
 
 def random_head(kind: str):
-  config = speculator_config(T5_CONFIG, kind, emb_dim=8, mlp_dim=16, num_layers=1)
-  return tiny_pair.random_params(config, 0)
+  return tiny_pair.random_params(tiny_head(T5_CONFIG, kind), 0)
 
 
 def test_feature_loss_is_zero_for_the_targets_features_and_ignores_padding():
   models, drawn = t5(), np.random.default_rng(0)
-  head = head_of(module("eagle_text", models.target.config))
-  own = tiny_pair.random_params(head.config, 0)
+  head = tiny_head(models.target.config, "eagle_text")
+  own = tiny_pair.random_params(head, 0)
   _, cache = models.target.prefill(models.params, jnp.asarray(models.prompts), 8)
   inputs = jnp.asarray(drawn.integers(2, V, (len(models.prompts), 5)))
-  shape = (*inputs.shape, head.config.state_dim)
+  shape = (*inputs.shape, head.state_dim)
   hidden = jnp.asarray(drawn.normal(size=shape), jnp.float32)
   rest = dict(cache=cache, rng=None, source=models.prompts, targets=inputs, progress=0.0)
 
   for position in range(1, 5):  # a predicted state depends on the states up to its input
-    predicted = head._predictions(own, TargetOutputs(inputs, hidden, **rest))[1]
+    predicted = head._after_each(own, TargetOutputs(inputs, hidden, **rest), inputs)[1]
     hidden = hidden.at[:, position].set(predicted[:, position - 1])
 
   def loss(is_token, change=0.0):
@@ -282,6 +279,25 @@ def test_feature_loss_is_zero_for_the_targets_features_and_ignores_padding():
   assert loss(everywhere) < 1e-9
   assert loss(everywhere, 0.5) == pytest.approx(0.5**2 / 2 / 4, rel=1e-3)
   assert loss(everywhere.at[:, -2:].set(False), 0.5) < 1e-9
+
+
+@pytest.mark.parametrize("kind", ["parallel", "drafter"])
+def test_texts_that_are_too_short_for_an_anchor_count_nothing(kind):
+  """Texts of one token and EOS, whose anchors at stride 4 may all be after their end."""
+  models = t5()
+  head = tiny_head(models.target.config, kind)
+  targets = np.full((len(models.prompts), 8), NO_TOKEN)
+  targets[:, :2] = 3, 1
+  labels = np.maximum(targets, 0)[..., None]
+  batch = Batch(models.prompts, targets, labels, (targets != NO_TOKEN)[..., None] + 0.0)
+  objective = speculator_objective(head, models.target.config, models.params, stride=4)
+  step = jax.jit(jax.value_and_grad(objective.loss))
+  own, losses = tiny_pair.random_params(head, 0), []
+  for seed in range(8):
+    loss, gradient = step(own, models.params, batch, jax.random.key(seed), 0.0)
+    losses.append(float(loss))
+    assert all(np.isfinite(x).all() for x in jax.tree.leaves(gradient))
+  assert 0.0 in losses and max(losses) > 0
 
 
 @pytest.mark.parametrize("tied", [True, False])
@@ -325,7 +341,7 @@ def trained(tmp_path_factory):
       sources=["train.en"],
       targets=["train.de"],
       valid_source="val.en",
-      config=functools.partial(speculator_config, gamma=4, emb_dim=32, mlp_dim=32, num_layers=1),
+      head=functools.partial(new_head, gamma=4, emb_dim=32, mlp_dim=32, num_decoder_layers=1),
       settings=TrainSettings(epochs=6, tokens_per_batch=768, warmup_steps=5, label_smoothing=0.0),
       vocabulary=str(tiny_pair.folder() / "vocabulary.model"),
       target=str(tiny_pair.folder() / "target"),
@@ -358,7 +374,7 @@ def test_trained_head_is_loaded_as_a_draft_and_its_score_has_improved(trained):
   plain = pair.decode_fn(GREEDY, chain(0))(prompt, keys, max_new_tokens=LIMIT)
   ours = pair.decode_fn(GREEDY, chain(4))(prompt, keys, max_new_tokens=LIMIT)
   np.testing.assert_array_equal(ours.tokens, plain.tokens)
-  with pytest.raises(InputError, match="makes up to 4 guesses"):
+  with pytest.raises(InputError, match="makes up to 4 draft tokens"):
     pair.draft.build(GREEDY, chain(5))
 
 
@@ -366,7 +382,7 @@ def test_trained_head_is_loaded_as_a_draft_and_its_score_has_improved(trained):
 def test_each_kind_is_loaded_from_its_folder(kind, tmp_path):
   """A loaded head has the default shape of its kind and proposes the tokens of the saved head."""
   models = t5()
-  config = speculator_config(models.target.config, kind)
+  config = new_head(models.target.config, kind)
 
   def stored(x):
     return x.astype(jnp.bfloat16).astype(jnp.float32)
@@ -378,9 +394,9 @@ def test_each_kind_is_loaded_from_its_folder(kind, tmp_path):
   mine = loading.head_factory(kind, config, own, tiny.loaded(None, models.target, models.params))
   jax.tree.map(np.testing.assert_array_equal, loaded.params, mine.params)
   if kind in ("eagle", "heads", "parallel"):  # trees as in measurements
-    tree = composed.tree_draft(tiny.loaded(words), lambda target: mine, num_guesses=15)
+    tree = composed.tree_draft(tiny.loaded(words), lambda target: mine, num_draft_tokens=15)
     shapes = [tree.build(GREEDY, chain(depth)).tree for depth in (1, 5)]
-    assert [(shape.num_guesses, shape.depth) for shape in shapes] == [(1, 1), (15, 5)]
+    assert [(shape.num_draft_tokens, shape.depth) for shape in shapes] == [(1, 1), (15, 5)]
 
 
 def test_head_of_another_target_raises(trained):
@@ -402,8 +418,8 @@ def test_draft_that_reads_the_targets_cache_raises_in_beam_search(kind):
   pair = loading.load_pair(
     *(str(folder / name) for name in ("target", "near", "vocabulary.model")), kernels="xla"
   )
-  config = speculator_config(pair.target.model.config, kind)
+  config = new_head(pair.target.model.config, kind)
   own = tiny_pair.random_params(config, 0)
   made = loading.head_factory(kind, config, own, pair.target)
   with pytest.raises(InputError, match="another draft"):
-    pair.with_draft(made).beam_searcher(2, 2)
+    pair.with_draft(made).beam_search(tiny_pair.SENTENCES[:1], beams=2, gamma=2, max_new_tokens=4)

@@ -41,24 +41,24 @@ class InLists:
     included."""
     return (*self.rows[0][: column + 1], *(self.rows[i][column] for i in range(1, row + 1)))
 
-  def chains(self, newest: int, gamma: int, num_guesses: int) -> list[tuple[int, ...]]:
+  def chains(self, newest: int, gamma: int, num_ngrams: int) -> list[tuple[int, ...]]:
     known = self.pool.get(newest, [])
-    return [*known, *[(0,) * gamma] * (num_guesses - len(known))]
+    return [*known, *[(0,) * gamma] * (num_ngrams - len(known))]
 
-  def read(self, newest: int, num_guesses: int) -> None:
+  def read(self, newest: int, num_ngrams: int) -> None:
     """Update window and pool after one target forward pass."""
     last = len(self.rows) - 1
     made = [follows(newest, *self.to(last, column)) for column in range(WINDOW)]
     for first, *behind in zip(*self.rows, made):
       others = [known for known in self.pool.get(first, []) if known[0] != behind[0]]
-      self.pool[first] = [tuple(behind), *others][:num_guesses]
+      self.pool[first] = [tuple(behind), *others][:num_ngrams]
     self.rows = [*self.rows[1:], made]
 
 
-@pytest.mark.parametrize("gamma, num_guesses", [(1, 3), (3, 2)])
-def test_window_and_pool_equal_those_of_plain_lists(gamma, num_guesses):
+@pytest.mark.parametrize("gamma, num_ngrams", [(1, 3), (3, 2)])
+def test_window_and_pool_equal_those_of_plain_lists(gamma, num_ngrams):
   """The draft tokens of each round, and the tokens before each draft token, are compared."""
-  draft = LookaheadDraft(V, gamma, WINDOW, num_guesses)
+  draft = LookaheadDraft(V, gamma, WINDOW, num_ngrams)
   batch, keys = len(PROMPTS), jax.random.split(jax.random.key(0), len(PROMPTS))
   propose, observe = jax.jit(draft.propose), jax.jit(draft.observe)
   text = np.random.default_rng(0).integers(1, V, (batch, ROUNDS)).astype(np.int32)
@@ -71,19 +71,21 @@ def test_window_and_pool_equal_those_of_plain_lists(gamma, num_guesses):
     assert proposal.q is None
     logits = np.zeros((batch, draft.tree.num_nodes, V), np.float32)
     for row, kept in enumerate(lists):
-      newest, guesses = text[row, r].item(), np.asarray(proposal.tokens)[row]
-      paths = [tuple(guesses[ancestors].tolist()) for ancestors in draft.tree.ancestors[:, 1:]]
-      chains = kept.chains(newest, gamma, num_guesses)
+      newest, draft_tokens = text[row, r].item(), np.asarray(proposal.tokens)[row]
+      paths = [tuple(draft_tokens[ancestors].tolist()) for ancestors in draft.tree.ancestors[:, 1:]]
+      chains = kept.chains(newest, gamma, num_ngrams)
       of_chains = [chain[: i + 1] for chain in chains for i in range(gamma)]
       of_window = itertools.starmap(kept.to, itertools.product(range(gamma), range(WINDOW)))
       assert sorted(paths) == sorted([(), *of_chains, *of_window])
-      firsts = [guess for guess, parent in zip(guesses, draft.tree.parents) if parent == 0]
+      firsts = [
+        draft_token for draft_token, parent in zip(draft_tokens, draft.tree.parents) if parent == 0
+      ]
       assert firsts == [*(chain[0] for chain in chains), kept.rows[0][0]]  # pool first
       logits[row, range(len(paths)), [follows(newest, *path) for path in paths]] = 1
       most = max(most, len(kept.pool.get(newest, [])))
-      kept.read(newest, num_guesses)
+      kept.read(newest, num_ngrams)
     state = observe((), state, Outcome(proposal, jnp.asarray(logits), *[None] * 4))
-  assert most == num_guesses  # buckets were full
+  assert most == num_ngrams  # buckets were full
 
 
 class Fibonacci:
@@ -129,11 +131,11 @@ def test_ngrams_of_the_pool_are_accepted():
   # The pool has all n-grams. The window may also have their tokens, followed by one more.
   by_pool = emitted[known] == 4
   assert known.sum() > 16 and by_pool.sum() > 14 and (emitted[known][~by_pool] == 5).all()
-  assert (first[known][by_pool] <= draft.num_guesses).all()
-  assert (first[known][~by_pool] > draft.num_guesses).all()
+  assert (first[known][by_pool] <= draft.num_ngrams).all()
+  assert (first[known][~by_pool] > draft.num_ngrams).all()
 
 
-@pytest.mark.parametrize("name", ["gamma", "window", "num_guesses"])
+@pytest.mark.parametrize("name", ["gamma", "window", "num_ngrams"])
 def test_sizes_are_positive_integers(name):
   with pytest.raises(InputError, match=f"{name} is 0"):
     LookaheadDraft(V, **{"gamma": 2, name: 0})

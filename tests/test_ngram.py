@@ -17,10 +17,10 @@ from specdec_jax.core.sampling import Sampling, distribution
 from specdec_jax.core.trees import branching, chain
 from specdec_jax.core.types import Context
 from specdec_jax.core.verify.tokens import TokenVerifier
-from specdec_jax.data.sentence_pieces import EOS_ID
+from specdec_jax.data.pieces import EOS_ID
 from specdec_jax.drafts.ngram import NgramDraft, fit_ngrams, load_ngrams, save_ngrams
 from specdec_jax.errors import InputError
-from specdec_jax.exactness.compare import compare_samples
+from specdec_jax.exactness.samples import compare_samples
 from specdec_jax.models.t5 import T5Model
 
 V = 24
@@ -61,16 +61,16 @@ def weights(order, newest, kept=V):
 
 
 def propose(draft, ngrams, newest, seed=0):
-  """Return guesses [B, G] and q [B, G, V] after rows of text whose last tokens are `newest` [B]."""
+  """Return draft tokens [B, G] and q [B, G, V] after rows of text that end with `newest` [B]."""
   newest = jnp.asarray(newest, jnp.int32)
   tokens = jnp.stack([newest * 0, newest * 0 + 5, newest, newest * 0], axis=1)
   keys = jax.random.split(jax.random.key(seed), len(newest))
   context = Context(None, tokens, newest * 0 + 3, None, None)
   state = draft.init(ngrams, context, jnp.zeros((len(newest), 1, 0)))
   assert state == ()
-  (guesses, q, _), state = jax.jit(draft.propose)(ngrams, state, context, keys)
+  (draft_tokens, q, _), state = jax.jit(draft.propose)(ngrams, state, context, keys)
   assert state == ()
-  return np.asarray(guesses), np.asarray(q)
+  return np.asarray(draft_tokens), np.asarray(q)
 
 
 # Counts.
@@ -102,8 +102,8 @@ def test_start_token_may_also_be_eos_and_token_0_may_be_any_token():
 def test_counts_of_32_thousand_tokens_take_little_memory():
   ngrams = fit_ngrams([[31_999, 7, 1]], 32_128)
   assert sum(x.nbytes for x in ngrams) < 40e6
-  guesses, _ = propose(NgramDraft(2, 32_128, GREEDY, chain(2)), ngrams, [0, 31_999])
-  assert guesses.tolist() == [[31_999, 7], [7, 1]]
+  draft_tokens, _ = propose(NgramDraft(2, 32_128, GREEDY, chain(2)), ngrams, [0, 31_999])
+  assert draft_tokens.tolist() == [[31_999, 7], [7, 1]]
 
 
 # Proposals.
@@ -113,31 +113,31 @@ def test_counts_of_32_thousand_tokens_take_little_memory():
   "order, sampling", [(1, Sampling(0.6)), *((2, sampling) for sampling in SAMPLINGS)], ids=str
 )
 def test_q_is_the_adjusted_distribution_of_the_counts(order, sampling):
-  """The q after every token, including unseen tokens, and after each guess is compared."""
+  """The q after every token, including unseen tokens, and after each draft token is compared."""
   draft = NgramDraft(order, V, sampling, chain(3))
-  guesses, q = propose(draft, fit_ngrams(rows(), V, 4), range(V))
-  before = np.concatenate([np.arange(V)[:, None], guesses[:, :-1]], axis=1)
+  draft_tokens, q = propose(draft, fit_ngrams(rows(), V, 4), range(V))
+  before = np.concatenate([np.arange(V)[:, None], draft_tokens[:, :-1]], axis=1)
   want = np.stack([[weights(order, newest, kept=4) for newest in row] for row in before])
   with np.errstate(divide="ignore"):
     want = distribution(jnp.asarray(np.log(want)), sampling)
   np.testing.assert_allclose(q, want, atol=1e-6)
-  assert (np.take_along_axis(q, guesses[..., None], axis=2) > 0).all()
+  assert (np.take_along_axis(q, draft_tokens[..., None], axis=2) > 0).all()
 
 
 @pytest.mark.parametrize("sampling", SAMPLINGS[2:], ids=str)
-def test_guesses_are_sampled_from_q(sampling):
-  """20,000 pairs of guesses are tested at tiny.LEVEL; q at temperature 1 must be detected."""
+def test_draft_tokens_are_sampled_from_q(sampling):
+  """20,000 pairs of draft tokens are tested at tiny.LEVEL; q at temperature 1 must be detected."""
   ngrams, n = fit_ngrams(rows(), V), 20_000
-  guesses, q = propose(NgramDraft(2, V, sampling, chain(2)), ngrams, [3] * n)
+  draft_tokens, q = propose(NgramDraft(2, V, sampling, chain(2)), ngrams, [3] * n)
   second = np.zeros((V, V))
-  second[guesses[:, 0]] = q[:, 1]
+  second[draft_tokens[:, 0]] = q[:, 1]
   joint = q[0, 0][:, None] * second
   joint /= joint.sum()  # pairs whose first token was never sampled have negligible mass
-  counts = np.bincount(guesses[:, 0] * V + guesses[:, 1], minlength=V * V)
+  counts = np.bincount(draft_tokens[:, 0] * V + draft_tokens[:, 1], minlength=V * V)
   assert tiny.p_value(counts, joint) > tiny.LEVEL
   assert tiny.detectable(n, joint) < 0.15
   plain = weights(2, 3) / weights(2, 3).sum()
-  assert tiny.p_value(np.bincount(guesses[:, 0], minlength=V), plain) < tiny.CAUGHT
+  assert tiny.p_value(np.bincount(draft_tokens[:, 0], minlength=V), plain) < tiny.CAUGHT
 
 
 def test_rows_do_not_depend_on_their_neighbors():
@@ -218,7 +218,10 @@ def test_sampled_output_has_the_targets_joint_distribution(order=1):
   pair = tiny_pair.pair()
   size = len(pair.vocabulary)
   ngrams = fit_ngrams([pair.vocabulary.encode(text) for text in tiny_pair.SENTENCES], size)
-  draft = functools.partial(NgramDraft, order, size)
+
+  def draft(sampling, tree, options=None):
+    return NgramDraft(order, size, sampling, tree)
+
   decode = tiny_pair.changed(pair, draft=draft, draft_params=ngrams).decode_fn(Sampling(), chain(2))
   joint = compare_samples(
     pair, tiny_pair.SENTENCES[:4], decode, DecodeSettings(Sampling(), 4, 4), 400

@@ -12,9 +12,9 @@ import tiny_pair
 
 from specdec_jax.core.sampling import Sampling
 from specdec_jax.core.trees import DynamicTree, branching, chain
-from specdec_jax.core.types import Context
+from specdec_jax.core.types import Context, DraftOptions
 from specdec_jax.core.verify.tokens import TokenVerifier
-from specdec_jax.data.sentence_pieces import SentencePieces, train_sentence_pieces
+from specdec_jax.data.pieces import SentencePieces, train_sentence_pieces
 from specdec_jax.data.vocabularies import open_vocabulary
 from specdec_jax.data.vocabulary import PAD_ID, Vocabulary
 from specdec_jax.drafts.model import ModelDraft
@@ -166,11 +166,8 @@ def decode(pair: Pair, temperature: float, tree, texts=TEXTS):
 
 def test_q_is_the_draft_distribution_restricted_to_shared_tokens(temperature=0.5):
   """The expected q comes from teacher-forced logits of the draft model, in numpy."""
-  draft, params = (
-    pair().draft.build(Sampling(temperature=temperature), chain(3)),
-    pair().draft.params,
-  )
-  draft = draft.with_reread(5)  # of the whole text
+  whole_text, params = DraftOptions(reread=5), pair().draft.params
+  draft = pair().draft.build(Sampling(temperature=temperature), chain(3), whole_text)
   words, own = pair().vocabulary, SentencePieces(small_vocabulary())
   prompt, batch = pair().prompt(TEXTS), len(TEXTS)
   text = np.random.default_rng(0).integers(3, len(words), (batch, 5))  # any tokens

@@ -20,12 +20,13 @@ from tiny import speculative_decode
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 import specdec_jax
-from specdec_jax.checkpoints.folder import load_model, open_folder, save_model
+from specdec_jax.checkpoints.load import load_model, open_checkpoint
+from specdec_jax.checkpoints.save import save_model
 from specdec_jax.core.loading import DecodeSettings
 from specdec_jax.core.sampling import Sampling
 from specdec_jax.core.trees import chain
 from specdec_jax.core.verify.tokens import TokenVerifier
-from specdec_jax.data.sentence_pieces import EOS_ID, SentencePieces
+from specdec_jax.data.pieces import EOS_ID, SentencePieces
 from specdec_jax.data.vocabularies import (
   open_vocabulary,
   open_vocabulary_of_model,
@@ -34,7 +35,7 @@ from specdec_jax.data.vocabularies import (
 from specdec_jax.drafts.uniform import uniform
 from specdec_jax.errors import InputError
 from specdec_jax.load import load_pair, random_pair
-from specdec_jax.measure.measure import settings_to_measure
+from specdec_jax.measure.records import settings_to_measure
 from specdec_jax.models import sizes
 from specdec_jax.models.families import for_decoding, init_params
 from specdec_jax.models.kernels import skinny
@@ -304,11 +305,11 @@ def test_public_checkpoints_by_gin(monkeypatch, capsys, family, xl):
   """Both models are named by their sizes; the vocabulary is not in the folders of the bucket."""
   opened = []
 
-  def open_checkpoint(path):
+  def open_tiny(path):
     opened.append(path)
-    return open_folder(str(tiny_pair.folder() / "target"))
+    return open_checkpoint(str(tiny_pair.folder() / "target"))
 
-  monkeypatch.setattr("specdec_jax.load.open_checkpoint", open_checkpoint)
+  monkeypatch.setattr("specdec_jax.load.open_checkpoint", open_tiny)
   flags = ["--gin.TARGET=%XL", "--gin.INPUT='gone.txt'"]
   flags += [f"--gin.VOCABULARY={str(tiny_pair.folder() / 'vocabulary.model')!r}"]
   files = ["--gin_file=gin/runs/speedup.gin", f"--gin_file=gin/models/{family}.gin"]
@@ -451,7 +452,7 @@ def test_random_pair_has_the_published_sizes_and_the_given_alpha(version, dtype)
   )
   assert (decoded.lengths == 64).all() and (decoded.not_finite < 0).all()
   judged = decoded.rounds.num_accepted[decoded.rounds.num_emitted > 0]
-  # About 340 guesses: 4 standard errors.
+  # About 340 draft_tokens: 4 standard errors.
   assert judged.mean() == pytest.approx(0.5, abs=4 * 0.5 / np.sqrt(judged.size))
   assert judged.size > 300
 

@@ -65,7 +65,7 @@ def test_outputs_and_rounds_equal_those_of_one_device(eight, family, run):
   one, many = (eight[f"{family} {n}"]["runs"][run]["decoded"] for n in (1, 4))
   assert one == many
   accepted = sum(map(sum, one["rounds"][1]))
-  assert accepted > len(one["lengths"]), "too few guesses were accepted for a meaningful test"
+  assert accepted > len(one["lengths"]), "too few draft tokens were accepted for a meaningful test"
 
 
 def test_replicated_draft_steps_have_no_collectives(eight):

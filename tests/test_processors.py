@@ -15,7 +15,7 @@ import pytest
 import test_verifiers
 import tiny
 import tiny_pair
-from test_verifiers import GUESSES, TREES, VERIFIERS, V, enumerated, exact, tables
+from test_verifiers import DRAFT_TOKENS, TREES, VERIFIERS, V, enumerated, exact, tables
 
 from specdec_jax.core.decode import Decoder
 from specdec_jax.core.generation_config import GenerationConfig
@@ -202,7 +202,7 @@ def joint_with(name, shape, way, verifier, prefixes_of=node_prefixes):
   processor, reference = PROCESSORS[name]
   tree = TREES[shape]
   raw = [np.log(table) for table in tables(3, tree.depth)]
-  proposals = enumerated(tree, tables(103, tree.depth), GUESSES[way])
+  proposals = enumerated(tree, tables(103, tree.depth), DRAFT_TOKENS[way])
   verify = with_processor(VERIFIERS[verifier], processor, prefixes_of)
   want = processed_tables(raw, reference)
   joint = emitted_with(tree, [np.exp(logits) for logits in raw], want, proposals, verify)
@@ -235,27 +235,29 @@ def test_verifiers_emit_the_processed_distribution(name, shape):
     np.testing.assert_allclose(joint, want, atol=test_verifiers.ATOL)
 
 
-def sees_a_sibling(context, guesses, tree):
+def sees_a_sibling(context, draft_tokens, tree):
   """Fault: the prefix of each node ends with the first child of the node's parent."""
   first = np.array([tree.parents.index(parent) for parent in tree.parents], int)
-  return node_prefixes(context, guesses[:, first], tree)
+  return node_prefixes(context, draft_tokens[:, first], tree)
 
 
-def sees_a_rejected_guess(context, guesses, tree):
+def sees_a_rejected_draft_token(context, draft_tokens, tree):
   """Fault: the first draft token counts as committed."""
-  prefixes = node_prefixes(context, guesses, tree)
-  if not tree.num_guesses:
+  prefixes = node_prefixes(context, draft_tokens, tree)
+  if not tree.num_draft_tokens:
     return prefixes
-  tokens = prefixes.tokens.at[jnp.arange(len(guesses)), 0, context.length].set(guesses[:, 0])
+  tokens = prefixes.tokens.at[jnp.arange(len(draft_tokens)), 0, context.length].set(
+    draft_tokens[:, 0]
+  )
   return prefixes._replace(tokens=tokens, length=prefixes.length.at[:, 0].add(1))
 
 
-def sees_the_round_before(context, guesses, tree):
+def sees_the_round_before(context, draft_tokens, tree):
   """Fault: the last committed token is missing."""
-  return node_prefixes(context._replace(length=context.length - 1), guesses, tree)
+  return node_prefixes(context._replace(length=context.length - 1), draft_tokens, tree)
 
 
-FAULTS = [sees_a_sibling, sees_a_rejected_guess, sees_the_round_before]
+FAULTS = [sees_a_sibling, sees_a_rejected_draft_token, sees_the_round_before]
 
 
 @pytest.mark.parametrize("fault", FAULTS)
@@ -274,23 +276,23 @@ def test_node_prefixes_are_the_texts_of_the_nodes(kind):
     "dynamic": DynamicTree(6, 6, jnp.asarray(parents)),
   }[kind]
   rng = np.random.default_rng(0)
-  guesses = rng.integers(0, 50, (3, 6)).astype(np.int32)
+  draft_tokens = rng.integers(0, 50, (3, 6)).astype(np.int32)
   texts = [rng.integers(0, 50, n).tolist() for n in (1, 4, 9)]
   tokens = rng.integers(0, 50, (3, 20)).astype(np.int32)
   for row, text in enumerate(texts):
     tokens[row, : len(text)] = text
   length = np.array([*map(len, texts)], np.int32)
-  context = Context(guesses, tokens, length, None, None, length, length + 9)
+  context = Context(draft_tokens, tokens, length, None, None, length, length + 9)
   context = jax.tree.map(jnp.asarray, context)
   for first, last in ((0, None), (1, 3), (4, 7)):
-    known = guesses[:, : last - 1] if last else guesses
+    known = draft_tokens[:, : last - 1] if last else draft_tokens
     found = node_prefixes(context, jnp.asarray(known), tree, first, last)
     for row, text in enumerate(texts):
       of_row = {"chain": range(6), "tree": parents[0], "dynamic": parents[row]}[kind]
       for k, node in enumerate(range(first, last or 7)):
         path = []
         while node:
-          path, node = [guesses[row, node - 1], *path], of_row[node - 1]
+          path, node = [draft_tokens[row, node - 1], *path], of_row[node - 1]
         want = [*text, *path]
         assert found.length[row, k] == len(want)
         np.testing.assert_array_equal(found.tokens[row, k], want + [0] * (20 - len(want)))
@@ -368,9 +370,10 @@ def test_draft_equal_to_the_target_is_always_accepted_with_processors():
 def test_hierarchical_draft_of_targets_is_always_accepted_with_processors():
   pair = tiny_pair.pair("target")
 
-  def targets(sampling, tree):
-    inner = ModelDraft(pair.target.model, sampling, chain(2))
-    return HierarchicalDraft(pair.target.model, inner, sampling, tree)
+  def targets(sampling, tree, options):
+    of_inner = dataclasses.replace(options, reread=4)
+    inner = ModelDraft(pair.target.model, sampling, chain(2), of_inner)
+    return HierarchicalDraft(pair.target.model, inner, sampling, tree, options)
 
   pair = tiny_pair.changed(
     pair, draft=targets, draft_params=(pair.target.params, pair.draft.params)
@@ -475,7 +478,6 @@ def test_settings_of_a_checkpoint_are_defaults():
   assert generation_config(pair, "loud", dict(min_new_tokens=2))[0].min_new_tokens == 2
 
 
-@pytest.mark.slow
 def test_outputs_continue_decoder_prefixes():
   """A forced prefix is not part of the output, which is what the target writes after it."""
   pair = tiny_pair.pair()
@@ -492,6 +494,8 @@ def test_outputs_continue_decoder_prefixes():
   assert texts_of(found) == texts_of(
     pair.generate(texts, decoder_input_ids=with_start, **how, max_new_tokens=8)
   )
+  ended = pair.generate(texts, decoder_input_ids=[[7, EOS, 8]] * 3, **how, max_new_tokens=8)
+  assert all(len(output.tokens) for output in ended), "EOS in a prefix ends nothing"
   forced = ForcedPrefix.of([[7, 8], []])
   assert forced.tokens.array.tolist() == [[7, 8], [-1, -1]]
 
@@ -636,7 +640,6 @@ def test_coupled_draft_equal_to_the_target_is_always_accepted():
       assert (output.rounds.num_accepted[:-1] == depth).all()
 
 
-@pytest.mark.slow
 def test_coupled_samples_have_the_targets_distribution():
   """First tokens of many rows, against the softmax of the target's logits."""
   pair = tiny_pair.pair()

@@ -1,4 +1,4 @@
-"""Compare the guesses of prompt lookup with a plain search, and its output with the target's."""
+"""Compare prompt lookup with a plain search, and its output with the target's."""
 
 import functools
 
@@ -22,8 +22,8 @@ GREEDY = Sampling(temperature=0.0)
 
 
 def by_hand(source, text, gamma, max_ngram, vocab_size, taken=()):
-  """Return the guesses for one row, whose source has no padding, by a search that starts with the
-  best match. The first guess is not in `taken`."""
+  """Return the tokens for one row, whose source has no padding, by a search that starts with the
+  best match. The first draft token is not in `taken`."""
   for n in range(min(max_ngram, len(text)), 0, -1):
     suffix = text[-n:]
     for context, in_text in ((source, False), (text, True)):
@@ -52,23 +52,23 @@ def proposing(tree, max_ngram, vocab_size, *options):
 
 
 def propose(sources, texts, gamma, max_ngram=3, vocab_size=40, slots=20, width=16, options=()):
-  """Return guesses for rows of different lengths, and check that the guesses are deterministic."""
+  """Return draft tokens for rows of different lengths, and check that they are deterministic."""
 
   def fill(rows, size):
     return np.array([[*r, *[0] * (size - len(r))] for r in rows], np.int32)
 
   lengths = np.array([len(text) for text in texts], np.int32)
   run = proposing(gamma, max_ngram, vocab_size, *options)
-  guesses, q, same_state = run(fill(sources, width), fill(texts, slots), lengths)
+  draft_tokens, q, same_state = run(fill(sources, width), fill(texts, slots), lengths)
   assert q is None and same_state and run._cache_size() == 1
-  return np.asarray(guesses).tolist()
+  return np.asarray(draft_tokens).tolist()
 
 
 # Examples by hand. Texts begin with T5's start token 0, and sources end with EOS 1.
 
 
 @pytest.mark.parametrize(
-  "source, text, guesses",
+  "source, text, draft_tokens",
   [
     ([5, 6, 7, 8, 9, 1], [0, 6, 7], [8, 9, 1, 0]),  # up to the end of the source, then padding
     ([5, 6, 7, 8, 9, 1], [0, 9], [1, 0, 0, 0]),
@@ -89,13 +89,13 @@ def propose(sources, texts, gamma, max_ngram=3, vocab_size=40, slots=20, width=1
     ([1], [0, 5, 6, 8, 5, 6], [8, 5, 6, 8]),  # an empty one
   ],
 )
-def test_examples_by_hand(source, text, guesses):
-  assert propose([source], [text], gamma=4) == [guesses]
-  assert by_hand(source, text, 4, 3, 40) == guesses
+def test_examples_by_hand(source, text, draft_tokens):
+  assert propose([source], [text], gamma=4) == [draft_tokens]
+  assert by_hand(source, text, 4, 3, 40) == draft_tokens
 
 
 @pytest.mark.parametrize(
-  "tokens_per_match, from_start, guesses",
+  "tokens_per_match, from_start, draft_tokens",
   [
     (1, False, [[0, 0, 0, 0], [8, 9, 0, 0], [8, 0, 0, 0], [0, 0, 0, 0]]),
     (2, False, [[0, 0, 0, 0], [8, 9, 1, 0], [8, 9, 0, 0], [0, 0, 0, 0]]),
@@ -103,16 +103,16 @@ def test_examples_by_hand(source, text, guesses):
     (1, True, [[5, 6, 7, 0], [8, 9, 0, 0], [8, 0, 0, 0], [0, 0, 0, 0]]),
   ],
 )
-def test_long_matches_and_starts_of_texts(tokens_per_match, from_start, guesses):
+def test_long_matches_and_starts_of_texts(tokens_per_match, from_start, draft_tokens):
   sources, texts = [[5, 6, 7, 8, 9, 1]] * 4, [[0], [0, 6, 7], [0, 7], [0, 3]]
   options = tokens_per_match, from_start
-  assert propose(sources, texts, gamma=4, options=options) == guesses
+  assert propose(sources, texts, gamma=4, options=options) == draft_tokens
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("max_ngram", [1, 2, 3, 5])
 @pytest.mark.parametrize("gamma", [1, 4])
-def test_guesses_equal_those_of_a_plain_search(gamma, max_ngram):
+def test_draft_tokens_equal_those_of_a_plain_search(gamma, max_ngram):
   """One call has 1,000 random rows; with two token ids, matches of every length are frequent."""
   rng = np.random.default_rng(0)
 
@@ -126,7 +126,7 @@ def test_guesses_equal_those_of_a_plain_search(gamma, max_ngram):
   got = propose(sources, texts, gamma, max_ngram, vocab_size=4)
   want = [by_hand(*row, gamma, max_ngram, 4) for row in zip(sources, texts)]
   assert got == want
-  # Each length of a match changes the guesses.
+  # Each length of a match changes the draft tokens.
   shorter = [by_hand(*row, gamma, max_ngram - 1, 4) for row in zip(sources, texts)]
   assert sum(a != b for a, b in zip(want, shorter)) > 5
 
@@ -141,12 +141,12 @@ def test_branches_are_the_next_best_matches_with_another_first_token():
   tree = Tree((0, 0, 1, 1, 2, 3))  # two branches of depth 3 and 2, and a child in neither of them
   got = propose(sources, texts, tree, vocab_size=6)
   others = 0
-  for source, text, guesses in zip(sources, texts, got):
+  for source, text, draft_tokens in zip(sources, texts, got):
     first = by_hand(source, text, 3, 3, 6)
     # No two branches begin with the same token, not even with padding.
     second = by_hand(source, text, 3, 3, 6, taken=first[:1])
     others += second[0] > 0
-    assert guesses == [first[0], second[0], first[1], 0, second[1], first[2]]
+    assert draft_tokens == [first[0], second[0], first[1], 0, second[1], first[2]]
   assert others > 100
 
 

@@ -100,7 +100,7 @@ def uniforms(key):
 
 @few
 @given(pairs_of(), st.sampled_from(LENIENCES), st.integers(0, 2**31 - 1))
-def test_guess_is_accepted_iff_u_lenience_q_is_less_than_p(pq, lenience, seed):
+def test_draft_token_is_accepted_iff_u_lenience_q_is_less_than_p(pq, lenience, seed):
   """Emitted tokens are valid and have a positive probability."""
   p, q = pq
   n = 64
@@ -127,8 +127,8 @@ def test_guess_is_accepted_iff_u_lenience_q_is_less_than_p(pq, lenience, seed):
 @pytest.mark.parametrize("gamma", [1, 2, 3])
 @few
 @given(data=st.data())
-def test_round_with_several_guesses_emits_the_targets_joint_distribution(gamma, data):
-  """All guesses and all accept patterns are enumerated.
+def test_round_with_several_draft_tokens_emits_the_targets_joint_distribution(gamma, data):
+  """All draft tokens and all accept patterns are enumerated.
 
   A round emits a prefix of the text. The remaining tokens follow the target's conditional
   distributions, as they do in later rounds by induction. p and q depend on the position only.
@@ -167,28 +167,30 @@ def test_round_with_several_guesses_emits_the_targets_joint_distribution(gamma, 
   st.integers(0, V - 1),
   st.sampled_from(LENIENCES),
 )
-def test_lenience_at_temperature_0_accepts_guesses_near_the_argmax(logits, guess, lenience):
+def test_lenience_at_temperature_0_accepts_draft_tokens_near_the_argmax(
+  logits, draft_token, lenience
+):
   """The next token is the argmax, and the first of tied tokens.
 
   On a CPU, XLA treats subnormal numbers as 0, in autoregressive decoding, too.
   """
   logits = np.asarray(logits, np.float32)
   logits[np.abs(logits) < np.finfo(np.float32).tiny] = 0
-  gap = float(logits.max()) - float(logits[guess])
+  gap = float(logits.max()) - float(logits[draft_token])
   if abs(gap + np.log(lenience)) < 1e-4 and lenience < 1:
     return  # within rounding error of the threshold
   near = gap <= -np.log(lenience)
-  assert within_lenience(jnp.asarray(logits), jnp.asarray(guess), lenience) == near
+  assert within_lenience(jnp.asarray(logits), jnp.asarray(draft_token), lenience) == near
   verification = greedy_verification(
-    TokenVerifier(Sampling(temperature=0.0), lenience), logits, guess
+    TokenVerifier(Sampling(temperature=0.0), lenience), logits, draft_token
   )
-  accepted = near if lenience < 1 else guess == logits.argmax()
+  accepted = near if lenience < 1 else draft_token == logits.argmax()
   assert [x.item() for x in verification[:2]] == [accepted, logits.argmax()]
 
 
 @functools.partial(jax.jit, static_argnums=0)
-def greedy_verification(verifier, logits, guess):
-  """Verify one guess with the same logits for its position and the next one."""
+def greedy_verification(verifier, logits, draft_token):
+  """Verify one draft token with the same logits for its position and the next one."""
   keys = jax.random.split(jax.random.key(0), 1)
-  proposal = Proposal(jnp.asarray(guess).reshape(1, 1))
+  proposal = Proposal(jnp.asarray(draft_token).reshape(1, 1))
   return verifier.verify(keys, chain(1), proposal, jnp.stack([logits, logits])[None])

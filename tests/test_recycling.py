@@ -14,7 +14,7 @@ from specdec_jax.core.arrays import gather
 from specdec_jax.core.decode import Decoder
 from specdec_jax.core.sampling import Sampling
 from specdec_jax.core.trees import branching, chain
-from specdec_jax.core.types import Params
+from specdec_jax.core.types import DraftOptions, Params
 from specdec_jax.core.verify.tokens import TokenVerifier
 from specdec_jax.drafts.composed import recycling_draft
 from specdec_jax.drafts.model import ModelDraft
@@ -64,9 +64,9 @@ def test_rest_of_the_proposal_is_aligned_with_the_correction():
   script = np.zeros((len(ALIGNED), LIMIT), np.int32)
   script[:, 1:5] = [proposal for proposal, _ in ALIGNED.values()]
   draft = RecyclingDraft(tiny.ScriptedDraft(chain(4)), 3, V)
-  guesses = np.asarray(decode(draft, jnp.asarray(script)).rounds.guesses)
-  assert not guesses[0, :, 1::2].any()  # the first round has nothing to recycle
-  recycled = dict(zip(ALIGNED, guesses[1, :, 1::2].tolist()))
+  draft_tokens = np.asarray(decode(draft, jnp.asarray(script)).rounds.draft_tokens)
+  assert not draft_tokens[0, :, 1::2].any()  # the first round has nothing to recycle
+  recycled = dict(zip(ALIGNED, draft_tokens[1, :, 1::2].tolist()))
   assert recycled == {name: expected for name, (_, expected) in ALIGNED.items()}
 
 
@@ -99,19 +99,19 @@ def test_draft_model_rereads_the_tokens_that_it_did_not_propose():
   text = tiny.autoregressive_decode(
     target, params, prompt, keys, max_new_tokens=LIMIT, sampling=GREEDY, eos_id=-1
   ).tokens
-  model_draft = ModelDraft(target, GREEDY, chain(4))
-  draft = RecyclingDraft(model_draft, 3, config.vocab_size)
+  draft = ModelDraft(target, GREEDY, chain(4), DraftOptions(reread=5))
+  draft = RecyclingDraft(draft, 3, config.vocab_size)
   decoder = Decoder(target, draft, TokenVerifier(GREEDY), eos_id=-1)
   step = jax.jit(functools.partial(decoder.round, Params(params, draft_params)))
   state = tiny.start(target, draft, params, draft_params, prompt, LIMIT)
   of_prompt = state.draft_state.draft
-  whole = model_draft.with_reread(state.tokens.shape[1])
+  whole = ModelDraft(target, GREEDY, chain(4), DraftOptions(reread=state.tokens.shape[1]))
   propose = jax.jit(lambda context: whole.propose(draft_params, of_prompt, context, keys)[0].tokens)
   for r in range(3):
     following = gather(text, state.length[:, None] - 1 + jnp.arange(3))
     expected = propose(state.context)
     state = step(state._replace(draft_state=state.draft_state._replace(recycled=following)))
-    np.testing.assert_array_equal(state.rounds.guesses[r][:, [0, 2, 4, 6]], expected)
+    np.testing.assert_array_equal(state.rounds.draft_tokens[r][:, [0, 2, 4, 6]], expected)
     assert (state.rounds.num_accepted[r] >= 3).all()
 
 
@@ -128,4 +128,4 @@ def test_recycling_draft_of_a_pair():
   with pytest.raises(InputError, match="proposes chains"):
     recycling_draft(target, prompt_lookup).build(GREEDY, branching(2, 1))
   with pytest.raises(InputError, match="cannot be one of several"):
-    factory.build(GREEDY, chain(3)).with_reread(3)
+    recycling_draft(target, lambda target: factory).build(GREEDY, chain(1))

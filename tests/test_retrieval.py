@@ -42,28 +42,28 @@ def counted(text, max_context, depth) -> Counter:
 @pytest.mark.slow
 @pytest.mark.parametrize("tree", [chain(4), Tree((0, 0, 0, 1, 1, 2, 4))], ids=["chain", "tree"])
 def test_most_frequent_children_of_each_node_are_proposed(tree):
-  guesses = propose(RetrievalDraft(tree, 3, 300), build_datastore(ROWS), TEXTS).tokens.tolist()
-  for text, row in zip(TEXTS, guesses):
+  draft_tokens = propose(RetrievalDraft(tree, 3, 300), build_datastore(ROWS), TEXTS).tokens.tolist()
+  for text, row in zip(TEXTS, draft_tokens):
     counts, paths = counted(text, 3, tree.depth), [()]
-    for parent, rank, guess in zip(tree.parents, tree.ranks.tolist(), row):
+    for parent, rank, draft_token in zip(tree.parents, tree.ranks.tolist(), row):
       above = paths[parent]
       most = sorted((-n, path[-1]) for path, n in counts.items() if path[:-1] == above)
-      assert guess == (most[rank][1] if rank < len(most) else 0)
-      paths.append((*above, guess))
-  assert guesses[6] == [0] * tree.num_guesses  # a context that does not occur
+      assert draft_token == (most[rank][1] if rank < len(most) else 0)
+      paths.append((*above, draft_token))
+  assert draft_tokens[6] == [0] * tree.num_draft_tokens  # a context that does not occur
 
 
-@pytest.mark.parametrize("num_guesses", [5, 30])
-def test_dynamic_tree_has_the_most_frequent_nodes(num_guesses):
-  draft = RetrievalDraft(DynamicTree(num_guesses, 3), 3, 300)
+@pytest.mark.parametrize("num_draft_tokens", [5, 30])
+def test_dynamic_tree_has_the_most_frequent_nodes(num_draft_tokens):
+  draft = RetrievalDraft(DynamicTree(num_draft_tokens, 3), 3, 300)
   proposal = propose(draft, build_datastore(ROWS), TEXTS)
   parents = np.asarray(proposal.tree.parents).tolist()
-  for text, guesses, above in zip(TEXTS, proposal.tokens.tolist(), parents):
+  for text, draft_tokens, above in zip(TEXTS, proposal.tokens.tolist(), parents):
     counts, paths = counted(text, 3, 3), [()]
-    for parent, guess in zip(above, guesses):
-      paths.append((*paths[parent], guess))
+    for parent, draft_token in zip(above, draft_tokens):
+      paths.append((*paths[parent], draft_token))
     made = [path for path in paths[1:] if path[-1] >= 0]
-    assert len(set(made)) == len(made) == min(num_guesses, len(counts))
+    assert len(set(made)) == len(made) == min(num_draft_tokens, len(counts))
     most = sorted(counts.values(), reverse=True)[: len(made)]
     assert sorted((counts[path] for path in made), reverse=True) == most
 

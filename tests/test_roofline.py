@@ -1,6 +1,5 @@
 """Test the bytes that a step must read, the bandwidth from given times, and shares in tables."""
 
-import dataclasses
 import types
 
 import jax
@@ -10,17 +9,16 @@ import pytest
 import tiny
 import tiny_pair
 from jax import lax
-from test_html import parsed
-from test_reporting import RECORD
+from test_record_tables import RECORD
+from test_report import parsed
 
 from specdec_jax.core.sampling import Sampling
+from specdec_jax.core.types import DraftSpec
 from specdec_jax.drafts.prompt_lookup import PromptLookupDraft
 from specdec_jax.load import load_pair
 from specdec_jax.measure import roofline
-from specdec_jax.measure.reporting import speeds
-from specdec_jax.measure.reporting.columns import legend
-from specdec_jax.measure.reporting.formats import render
 from specdec_jax.measure.roofline import memory_bandwidth, read_bytes, step_bytes
+from specdec_jax.measure.tables import ROOFLINE, legend, records_table, render
 from specdec_jax.models.families import for_decoding, init_params
 from specdec_jax.models.layers import Embed
 from specdec_jax.models.t5 import T5Model
@@ -113,9 +111,11 @@ def test_steps_of_a_pair_whose_draft_is_its_target():
 def test_prompt_lookup_reads_almost_nothing():
   pair = tiny_pair.pair()
   size = pair.target.model.vocab_size
-  copying = tiny_pair.changed(
-    pair, draft=lambda sampling, tree: PromptLookupDraft(size, tree), draft_params=()
-  )
+
+  def build(sampling, tree, options=None):
+    return PromptLookupDraft(size, tree)
+
+  copying = pair.with_draft(DraftSpec("copying", build))
   prompt = pair.prompt(tiny_pair.SENTENCES[:1])
   tokens = prompt.size + 1 + LIMIT + GAMMA + 1
   got = step_bytes(copying, GAMMA, prompt, GREEDY, LIMIT)
@@ -155,8 +155,7 @@ def test_bandwidth_is_that_of_the_faster_way_to_read_the_matrix(monkeypatch):
 
 # Tables.
 
-MEASURED = dataclasses.replace(
-  RECORD,
+MEASURED = RECORD.replace(
   memory_gb_per_s=20.0,
   target_step_mb=40.0,
   target_step_ms=4.0,
@@ -168,22 +167,22 @@ MEASURED = dataclasses.replace(
 
 
 def test_share_is_the_minimum_time_divided_by_the_measured_time():
-  shown = speeds.roofline_table([MEASURED])
+  shown = records_table("a title", [MEASURED], ROOFLINE)
   cells = dict(zip(shown.columns, shown.rows[0]))
   shares = (cells[f"{part}, % of bandwidth"] for part in ("step", "draft"))
   assert (cells["step, MB"], cells["draft, MB"], cells["verify, MB"]) == ("40.0", "5.0", "44.0")
   assert (cells["GB/s"], *shares) == ("20.0", "50%", "200%")
   assert cells["verify, % of bandwidth"] == "-"  # its time was not measured
-  text = render(speeds.roofline_table([MEASURED]), "terminal")
+  text = render(shown, "terminal")
   assert max(map(len, text.splitlines())) <= 100 and "…" not in text
   for word in ("GB/s", "MB", "step", "draft", "gamma + 1"):
-    assert word in str(legend(speeds.ROOFLINE))
+    assert word in str(legend(ROOFLINE))
 
 
 def test_page_has_the_shares_if_they_were_measured():
   heading = "Bytes over bandwidth"
-  page = parsed([MEASURED, dataclasses.replace(RECORD, gamma=9)])
+  page = parsed([MEASURED, RECORD.replace(gamma=9)])
   assert heading in [h.text for h in page.all("h2")]
-  assert all(meaning in page.text for meaning in legend(speeds.ROOFLINE).values())
+  assert all(meaning in page.text for meaning in legend(ROOFLINE).values())
   assert "200%" in [cell.text for cell in page.all("td")]
   assert heading not in parsed([RECORD]).text

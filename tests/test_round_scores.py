@@ -11,7 +11,7 @@ import tiny
 import tiny_pair
 from flax import struct
 from jax import Array
-from test_exactness import JudgedBy, bonus_of_the_guess_before, forgetful, judge_with
+from test_exactness import JudgedBy, bonus_of_the_draft_token_before, forgetful, judge_with
 
 from specdec_jax.core.decode import Decoder
 from specdec_jax.core.loading import DecodeSettings
@@ -24,20 +24,20 @@ from specdec_jax.drafts import model
 from specdec_jax.drafts.model import ModelDraft
 from specdec_jax.drafts.prompt_lookup import PromptLookupDraft
 from specdec_jax.exactness import round_scores
-from specdec_jax.exactness.dependence import between_rounds, within_rounds
 from specdec_jax.exactness.martingale import (
   MIN_PROB,
-  TOKEN_DRIFTS,
+  TOKEN_SCORES,
   Drift,
   RoundScores,
   Scores,
   acceptance_drift,
+  between_rounds,
   detectable_bias,
   detectable_temperature,
   drifts,
   joined,
-  log_drift,
-  total,
+  token_drift,
+  within_rounds,
 )
 
 pytestmark = pytest.mark.slow
@@ -87,7 +87,7 @@ def table_pair(noise: float, ends: bool = False, change=lambda proposal: proposa
   if not ends:
     table[:, EOS] = near[:, EOS] = -1e9
 
-  def draft(sampling, tree):
+  def draft(sampling, tree, options):
     good = ModelDraft(TableModel(), sampling, tree)
     return tiny.ChangedDraft(good, lambda params, proposal: change(proposal))
 
@@ -97,11 +97,17 @@ def table_pair(noise: float, ends: bool = False, change=lambda proposal: proposa
 
 
 def judged(
-  pair, sampling=COLD, num_guesses=30_000, verifier=TokenVerifier, tree=CHAIN, rows=512, limit=64
+  pair,
+  sampling=COLD,
+  num_draft_tokens=30_000,
+  verifier=TokenVerifier,
+  tree=CHAIN,
+  rows=512,
+  limit=64,
 ) -> RoundScores:
   decode = round_scores.recorded(dataclasses.replace(pair, verifier=verifier), sampling, tree)
   settings = DecodeSettings(sampling, rows, limit)
-  return round_scores.score_rounds(pair, tiny_pair.SENTENCES, decode, settings, num_guesses)
+  return round_scores.score_rounds(pair, tiny_pair.SENTENCES, decode, settings, num_draft_tokens)
 
 
 def lowest(found: RoundScores, count=GAMMA) -> dict[str, float]:
@@ -113,38 +119,43 @@ def lowest(found: RoundScores, count=GAMMA) -> dict[str, float]:
 
 
 @pytest.mark.parametrize(
-  "sampling, noise, num_guesses, bias",  # the smallest bias that they would have detected
+  "sampling, noise, num_draft_tokens, bias",  # the smallest bias that they would have detected
   [(COLD, 0.06, 120_000, 0.01), (Sampling(top_p=0.7), 0.5, 30_000, 0.1)],
 )
-def test_exact_rounds_pass(sampling, noise, num_guesses, bias):
-  found = judged(table_pair(noise, ends=noise == 0.5), sampling, num_guesses)
-  guesses = found.at(*range(GAMMA))
-  assert len(guesses.position) >= num_guesses and len(found.at(-1).position) > 3000
+def test_exact_rounds_pass(sampling, noise, num_draft_tokens, bias):
+  found = judged(table_pair(noise, ends=noise == 0.5), sampling, num_draft_tokens)
+  draft_tokens = found.at(*range(GAMMA))
+  assert len(draft_tokens.position) >= num_draft_tokens and len(found.at(-1).position) > 3000
   assert all(p > LEVEL for p in lowest(found).values())
-  assert detectable_bias(guesses, LEVEL) < bias and acceptance_drift(guesses).p_value > LEVEL
+  assert (
+    detectable_bias(draft_tokens, LEVEL) < bias and acceptance_drift(draft_tokens).p_value > LEVEL
+  )
   certain = found.next.spread < 1e-7  # a token that was the only possible one has rank 0
   assert np.abs(found.next.rank[certain]).max() < 1e-3
-  for drift in TOKEN_DRIFTS.values():
-    assert min(drift(found.guess).p_value, drift(found.next).p_value) > LEVEL
+  for kind in TOKEN_SCORES:
+    assert min(token_drift(x, kind).p_value for x in (found.draft_token, found.next)) > LEVEL
   joint = [*within_rounds(found).values(), *between_rounds(found).values()]
   assert min(drift.p_value for drift in joint) > LEVEL
   assert 0.8 < np.std([drift.z for drift in joint]) < 1.2  # 128 of them
 
 
 def test_exact_rounds_of_a_deterministic_draft_pass():
-  pair = tiny_pair.changed(table_pair(0), draft=lambda sampling, tree: PromptLookupDraft(V, tree))
+  def draft(sampling, tree, options):
+    return PromptLookupDraft(V, tree)
+
+  pair = tiny_pair.changed(table_pair(0), draft=draft)
   found = judged(tiny_pair.changed(pair, draft_params=()))
-  assert 0 < found.accepted.mean() < 0.5 and found.guess.spread.max() == 0
+  assert 0 < found.accepted.mean() < 0.5 and found.draft_token.spread.max() == 0
   assert all(p > LEVEL for p in lowest(found).values())
 
 
-def test_guesses_that_were_not_proposed_do_not_count():
+def test_draft_tokens_that_were_not_proposed_do_not_count():
   def stops(proposal):
     made = jnp.arange(GAMMA) <= proposal.tokens[:, :1] % GAMMA  # 2nd: odd tokens only
     q = jnp.where(made[..., None], proposal.q, 0.0)
     return Proposal(jnp.where(made, proposal.tokens, -1), q)
 
-  found = judged(table_pair(0.5, change=stops), num_guesses=1)
+  found = judged(table_pair(0.5, change=stops), num_draft_tokens=1)
   assert len(found.at(0).row) > 1.5 * len(found.at(1).row) > 0
   assert all(p > LEVEL for p in lowest(found).values())
 
@@ -162,7 +173,7 @@ def test_exact_rounds_of_a_tree_pass():
 
 
 @pytest.mark.parametrize("tree", [CHAIN, TREE], ids=["chain", "tree"])
-def test_guesses_are_scored_by_the_distributions_of_their_own_round(tree):
+def test_draft_tokens_are_scored_by_the_distributions_of_their_own_round(tree):
   """The scores equal those of a loop over the rounds, some of which contain EOS or the limit."""
   pair, sampling, limit = table_pair(noise=1.0, ends=True), Sampling(), 7
   prompt, keys = pair.prompt(tiny_pair.SENTENCES[:40]), row_keys(3, 0, 40)
@@ -184,19 +195,27 @@ def test_guesses_are_scored_by_the_distributions_of_their_own_round(tree):
   for row in range(40):
     last, slot = 0, 0
     of_row = (np.asarray(x)[:, row] for x in result.rounds[:4])
-    for guesses, n, token, emitted, path in zip(*of_row, paths[:, row]):
+    for draft_tokens, n, token, emitted, path in zip(*of_row, paths[:, row]):
       path, begin = [0, *path[:n]], slot
       for node in path[:emitted]:
         residual, q_left, accepted = p[last], q[last].copy(), False
-        children = [guess for guess, parent in enumerate(tree.parents) if parent == node]
-        for guess in children:
-          x, accepted = guesses[guess], guess + 1 in path
+        children = [
+          draft_token for draft_token, parent in enumerate(tree.parents) if parent == node
+        ]
+        for draft_token in children:
+          x, accepted = draft_tokens[draft_token], draft_token + 1 in path
           q_left /= q_left.sum()
           scores = min(1, residual[x] / q_left[x]), *score(q_left, x)
           residual, before = np.maximum(residual - q_left, 0), residual
           residual = residual / residual.sum() if residual.any() else before
-          final = (0, 0, 0) if accepted or guess < children[-1] else score(residual, token)
-          where = row, slot, begin, guess - children[0], round_scores.positions(tree)[guess]
+          final = (0, 0, 0) if accepted or draft_token < children[-1] else score(residual, token)
+          where = (
+            row,
+            slot,
+            begin,
+            draft_token - children[0],
+            round_scores.positions(tree)[draft_token],
+          )
           rows.append((*where, accepted, *scores, *final))
           if accepted:
             break
@@ -206,7 +225,7 @@ def test_guesses_are_scored_by_the_distributions_of_their_own_round(tree):
         last, slot = x if accepted else token, slot + 1
   settings = DecodeSettings(sampling, 40, limit, seed=3)
   found = round_scores.score_rounds(pair, tiny_pair.SENTENCES[:40], decode, settings, 1)
-  scores = ((x.rank, x.place, x.log) for x in (found.guess, found.next))
+  scores = ((x.rank, x.place, x.log) for x in (found.draft_token, found.next))
   fields = *found[:7], *itertools.chain(*scores)
   for ours, by_hand in zip(fields, np.array(rows, float).T, strict=True):
     np.testing.assert_allclose(ours, by_hand, atol=2e-5)
@@ -220,20 +239,24 @@ def test_acceptance_bias_of_1_percent_is_detected():
   def verifier(sampling):
     return JudgedBy(sampling, judge_with(accept=lambda u, q, p: u * q < 1.01 * p))
 
-  found = judged(table_pair(noise=0.06), num_guesses=120_000, verifier=verifier).at(*range(GAMMA))
+  found = judged(table_pair(noise=0.06), num_draft_tokens=120_000, verifier=verifier).at(
+    *range(GAMMA)
+  )
   assert detectable_bias(found, LEVEL) < 0.01
   assert acceptance_drift(found).p_value < LEVEL
 
 
-@pytest.mark.parametrize("fault", [judge_with(residual=lambda p, q: p), bonus_of_the_guess_before])
+@pytest.mark.parametrize(
+  "fault", [judge_with(residual=lambda p, q: p), bonus_of_the_draft_token_before]
+)
 def test_faults_of_the_next_token_are_detected(fault):
   found = lowest(judged(table_pair(0.5), verifier=lambda sampling: JudgedBy(sampling, fault)))
-  assert found["next tokens"] < LEVEL < min(found["all acceptance"], found["guesses"])
+  assert found["next tokens"] < LEVEL < min(found["all acceptance"], found["draft_tokens"])
 
 
 def test_draft_whose_q_omits_the_temperature_is_detected():
   found = lowest(judged(table_pair(0.5, change=lambda proposal: forgetful(proposal, 0.7))))
-  assert found["guesses"] < LEVEL < min(found["all acceptance"], found["next tokens"])
+  assert found["draft_tokens"] < LEVEL < min(found["all acceptance"], found["next tokens"])
 
 
 def test_loop_that_verifies_with_another_q_than_reported_is_detected():
@@ -241,7 +264,7 @@ def test_loop_that_verifies_with_another_q_than_reported_is_detected():
     return judge_with()(rng, x, forgetful(Proposal(x, q), 0.7).q, p)
 
   found = lowest(judged(table_pair(0.5), verifier=lambda sampling: JudgedBy(sampling, forgets)))
-  assert found["acceptance"] < LEVEL < found["guesses"]
+  assert found["acceptance"] < LEVEL < found["draft_tokens"]
 
 
 def q_of_the_eldest(proposal):
@@ -276,7 +299,7 @@ class Unadjusted(TokenVerifier):
 @pytest.mark.parametrize(
   "change, verifier, found_by",
   [
-    (q_of_the_eldest, TokenVerifier, {"guesses"}),
+    (q_of_the_eldest, TokenVerifier, {"draft_tokens"}),
     (lambda proposal: proposal, Unadjusted, {"all acceptance", "acceptance"}),
     (lambda proposal: proposal, YoungestFirst, {"all acceptance", "acceptance"}),
   ],
@@ -299,9 +322,9 @@ def test_draft_that_samples_at_another_temperature_than_it_reports_is_detected(m
     return sample_logits(rng, logits, changed)[0], sample_logits(rng, logits, sampling)[1]
 
   monkeypatch.setattr(model, "sample_logits", colder)
-  found = judged(table_pair(noise=0.5), num_guesses=90_000)
-  assert log_drift(found.guess).p_value < LEVEL
-  assert detectable_temperature(found.at(*range(GAMMA)).guess, LEVEL) < 0.03
+  found = judged(table_pair(noise=0.5), num_draft_tokens=90_000)
+  assert token_drift(found.draft_token, "log-probability").p_value < LEVEL
+  assert detectable_temperature(found.at(*range(GAMMA)).draft_token, LEVEL) < 0.03
   assert min(lowest(found)[kind] for kind in ("acceptance", "next tokens")) > LEVEL
 
 
@@ -314,14 +337,16 @@ def test_keys_that_repeat_after_8_tokens_are_detected(monkeypatch):
 
   fold_in = jax.random.fold_in
   monkeypatch.setattr(round_scores, "Decoder", RepeatedKeys)
-  found = judged(table_pair(noise=0.5), num_guesses=1)
+  found = judged(table_pair(noise=0.5), num_draft_tokens=1)
   far = {name for name, drift in between_rounds(found).items() if drift.p_value < LEVEL}
-  eight = {f"{what} of rounds, by place, 8 tokens apart" for what in ("guesses", "next tokens")}
+  eight = {
+    f"{what} of rounds, by place, 8 tokens apart" for what in ("draft tokens", "next tokens")
+  }
   assert eight <= far and not {name for name in far if " 7 tokens" in name}, far
   assert min(lowest(found).values()) > LEVEL  # each single token has the right distribution
 
 
-def test_next_token_with_the_key_of_a_guess_is_detected():
+def test_next_token_with_the_key_of_a_draft_token_is_detected():
   kept = []
 
   class Keeping(tiny.ChangedDraft):
@@ -335,12 +360,14 @@ def test_next_token_with_the_key_of_a_guess_is_detected():
         patch.setattr(tokens, "sample", lambda _, weights: sample(kept[0], weights))
         return super().verify(*args)
 
-  def draft(sampling, tree):
+  def draft(sampling, tree, options):
     return Keeping(ModelDraft(TableModel(), sampling, tree), None)
 
-  found = judged(tiny_pair.changed(table_pair(0.5), draft=draft), num_guesses=1, verifier=OneKey)
+  found = judged(
+    tiny_pair.changed(table_pair(0.5), draft=draft), num_draft_tokens=1, verifier=OneKey
+  )
   far = {name for name, drift in within_rounds(found).items() if drift.p_value < LEVEL}
-  assert "next token with the round's first guess, by place" in far
+  assert "next token with the round's first draft token, by place" in far
   assert min(p for kind, p in lowest(found).items() if "next" not in kind) > LEVEL
 
 
@@ -348,9 +375,9 @@ def test_rows_that_share_their_keys_are_detected(monkeypatch):
   monkeypatch.setattr(
     round_scores, "row_keys", lambda *args: row_keys(*args)[jnp.arange(args[2]) // 2]
   )
-  found = judged(table_pair(noise=0.5), num_guesses=1)
+  found = judged(table_pair(noise=0.5), num_draft_tokens=1)
   far = [name for name, drift in between_rounds(found).items() if drift.p_value < LEVEL]
-  assert "guesses of rounds, by place, of neighboring outputs" in far
+  assert "draft tokens of rounds, by place, of neighboring outputs" in far
   assert not any("apart" in name for name in far)
 
 
@@ -372,7 +399,7 @@ def test_scores_have_mean_0_and_the_stated_variance():
 
 
 def simulated(rng, a: np.ndarray, bias: float) -> RoundScores:
-  """Accept guesses with probability min(1, (1 + bias) a)."""
+  """Accept draft tokens with probability min(1, (1 + bias) a)."""
   nothing = np.zeros(len(a))
   accepted = (rng.random(len(a)) < (1 + bias) * a).astype(float)
   none = Scores(*[nothing] * 5)
@@ -380,7 +407,7 @@ def simulated(rng, a: np.ndarray, bias: float) -> RoundScores:
 
 
 @pytest.mark.parametrize("n", [5, 300])
-def test_significance_level_holds_for_any_number_of_guesses(n):
+def test_significance_level_holds_for_any_number_of_draft_tokens(n):
   # 2,000 samples: the share below 0.1 has a standard error of 0.007.
   rng = np.random.default_rng(n)
   low = [acceptance_drift(simulated(rng, rng.beta(3, 1, n), 0)).p_value < 0.1 for _ in range(2000)]
@@ -418,7 +445,7 @@ def test_stated_detectable_temperature_is_detected_9_times_in_10():
 
 def test_scores_of_batches_add_up():
   parts = [Drift(1.0, 4.0, 0.5), Drift(-3.0, 5.0, 1.0)]
-  assert total(parts) == Drift(-2.0, 9.0, 1.0)
+  assert parts[0].plus(parts[1]) == Drift(-2.0, 9.0, 1.0)
 
 
 def test_deterministic_acceptance_needs_no_variance():

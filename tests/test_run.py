@@ -22,7 +22,7 @@ def work(output_dir, gamma=1, fault=None):
   import os
   from specdec_jax.errors import InputError
   if fault == "input":
-    raise InputError("gamma is 0; a round needs at least 1 guess.")
+    raise InputError("gamma is 0; a round needs at least 1 draft token.")
   if fault == "bug":
     raise ValueError("operands could not be broadcast")
   if fault == "gone":
@@ -240,7 +240,7 @@ def test_errors_and_exit_statuses(folder, capsys):
   def args(fault):
     return "--gin_file=work.gin", OUT, f"--gin.work.fault={fault}"
 
-  message = "error: gamma is 0; a round needs at least 1 guess.\n"
+  message = "error: gamma is 0; a round needs at least 1 draft token.\n"
   assert error(capsys, *args("input")) == message
   assert main(*args("input"), "--debug") == 2
   err = capsys.readouterr().err

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from specdec_jax.core import sampling
-from specdec_jax.core.sampling import Sampling, distribution, sample
+from specdec_jax.core.sampling import Sampling, distribution, sample, sample_siblings, split_keys
 
 METHODS = [
   dict(temperature=0.0),
@@ -331,3 +331,16 @@ def test_nearest_tokens_of_a_large_vocabulary_are_those_of_sorting(masses, size)
       weight = jnp.asarray(weights[row]) if masses else 1
       alone = sampling.nearest(jnp.asarray(distances[row]), weight, total)
       np.testing.assert_array_equal(alone, want[row])
+
+
+@pytest.mark.parametrize("independent", [False, True])
+def test_siblings_are_distinct_unless_they_are_sampled_independently(independent):
+  logits = jnp.zeros((512, 1, 4)).at[:, :, 0].set(1.0)
+  keys = jax.random.split(jax.random.key(0), 512)
+  tokens, _ = sample_siblings(keys, logits, Sampling(), np.array([3]), independent)
+  assert (np.diff(np.sort(tokens, axis=1)) > 0).all() != independent
+
+
+def test_rows_have_keys_of_their_own():
+  keys = jax.random.key_data(split_keys(jax.random.key(0), 4))
+  assert len({*map(tuple, keys.tolist())}) == 4

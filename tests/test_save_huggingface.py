@@ -8,8 +8,8 @@ import tiny
 import tiny_pair
 from safetensors import safe_open
 
-from specdec_jax.checkpoints.huggingface import save_huggingface
 from specdec_jax.checkpoints.load import open_checkpoint
+from specdec_jax.checkpoints.save import save_huggingface
 
 SHAPES = {
   "1.0": dict(gated=False, activation="relu", tied_logits=True),

@@ -1,4 +1,4 @@
-"""Test simulated acceptance: the rate is alpha, guesses are independent, and the target runs."""
+"""Test simulated acceptance: the rate is alpha, tokens are independent, and the target runs."""
 
 import functools
 
@@ -35,7 +35,7 @@ def weights():
 
 
 def without_eos(model, *args):
-  """Run `extend` with a low logit for EOS, because a guess of EOS is rejected for any alpha."""
+  """Run `extend` with a low logit for EOS, because a draft token EOS is rejected for any alpha."""
   logits, hidden, cache = model.extend(*args)
   return logits.at[..., EOS].set(-1e9), hidden, cache
 
@@ -62,7 +62,7 @@ def decode(alpha, sampling, gamma, limit=256, batch=16, prompts=None):
 
 
 def running_rounds(out):
-  """Return guesses [N, G], n [N] and next tokens [N] of all rounds of rows that were running."""
+  """Return draft tokens [N, G], n [N] and next tokens [N] of the rounds of running rows."""
   running = np.asarray(out.rounds.num_emitted) > 0
   return [np.asarray(x)[running] for x in out.rounds[:3]]
 
@@ -72,10 +72,10 @@ def running_rounds(out):
   "alpha, gamma, sampling",
   [(0.3, 5, RANDOM), (0.75, 3, GREEDY), (1.0, 3, RANDOM)],
 )
-def test_guesses_are_accepted_at_rate_alpha(alpha, gamma, sampling):
+def test_draft_tokens_are_accepted_at_rate_alpha(alpha, gamma, sampling):
   """For 4,096 tokens, alpha is within 0.05, and tokens per round are within 5 standard errors."""
   limit = 256 if 0 < alpha < 1 else 32  # acceptance is deterministic at 0 and 1
-  guesses, n, next_token = running_rounds(decode(alpha, sampling, gamma, limit))
+  draft_tokens, n, next_token = running_rounds(decode(alpha, sampling, gamma, limit))
   rejected = n < gamma
   num_verified = n.sum() + rejected.sum()
   error = SIGMAS * np.sqrt(alpha * (1 - alpha) / num_verified)
@@ -88,8 +88,8 @@ def test_guesses_are_accepted_at_rate_alpha(alpha, gamma, sampling):
   assert error < 0.3
   assert abs(1 + n.mean() - expected_tokens(alpha, gamma)) <= error
   assert tiny.p_value(np.bincount(n, minlength=gamma + 1), probs) > tiny.LEVEL
-  # The token that replaces a rejected guess differs from it.
-  assert (guesses[rejected, n[rejected]] != next_token[rejected]).all()
+  # The token that replaces a rejected draft token differs from it.
+  assert (draft_tokens[rejected, n[rejected]] != next_token[rejected]).all()
 
 
 def prefilled(model, prompts, num_slots):
@@ -97,7 +97,7 @@ def prefilled(model, prompts, num_slots):
 
 
 def acceptances(model, prompts, tokens):
-  """Return [B, K - 1] whether guesses tokens[:, 1:] have probability 1; otherwise it must be 0."""
+  """Return [B, K - 1] whether tokens[:, 1:] have probability 1; otherwise it must be 0."""
   cache = prefilled(model, prompts, tokens.shape[1] + 1)
   logits, _, cache = jax.jit(model.extend)(weights()[0], cache, tokens)
   assert (np.asarray(cache.length) == 0).all()
@@ -126,10 +126,11 @@ class FlatModel:
     return Length(length)
 
 
-def test_acceptance_of_guesses_is_independent():
-  """16 rows with different prompts have the same 1,000 guesses.
+def test_acceptance_of_draft_tokens_is_independent():
+  """16 rows with different prompts have the same 1,000 draft tokens.
 
-  The correlation between positions, prompts, guesses and seeds is 0 within 5 standard errors, 0.04.
+  The correlation between positions, prompts, draft tokens and seeds is 0 within 5 standard errors,
+  0.04.
   """
   alpha, model, prompts = 0.6, FlatModel(), tiny.sources(CONFIG, 3, 16)
   assert len({tuple(row) for row in prompts.tolist()}) == 16
@@ -151,7 +152,7 @@ def test_acceptance_of_guesses_is_independent():
   )
   other_seed = simulated(model, alpha, seed=1)
   assert correlation(right, acceptances(other_seed, prompts, tokens)) < SIGMAS
-  # The test detects dependence: rows with the same prompt and guesses agree.
+  # The test detects dependence: rows with the same prompt and draft tokens agree.
   same = acceptances_of(np.roll(prompts, 1, axis=0), tokens)
   assert correlation(np.roll(right, 1, axis=0), same) > 100
 
@@ -170,13 +171,13 @@ def test_acceptance_does_not_depend_on_block_size_padding_or_other_rows():
     logits, _, cache = model.extend(
       (), model.commit(cache, jnp.full(4, i)), jnp.asarray(tokens[:, i : i + 2])
     )
-    guess_logits = np.take_along_axis(np.asarray(logits)[:, 0], tokens[:, i + 1, None], axis=1)[
-      :, 0
-    ]
-    np.testing.assert_array_equal(guess_logits > 0, whole[:, i])
+    draft_token_logits = np.take_along_axis(
+      np.asarray(logits)[:, 0], tokens[:, i + 1, None], axis=1
+    )[:, 0]
+    np.testing.assert_array_equal(draft_token_logits > 0, whole[:, i])
 
 
-def test_only_the_logits_of_guesses_and_of_eos_are_changed():
+def test_only_the_logits_of_draft_tokens_and_of_eos_are_changed():
   prompts, (params, _) = tiny.sources(CONFIG, 3, 3), weights()
   tokens = np.random.default_rng(1).integers(2, V, (3, 4)).astype(np.int32)
   original, changed = (
@@ -202,7 +203,7 @@ def test_autoregressive_decoding_runs_to_the_limit():
   assert (np.asarray(unsimulated.lengths) < 64).any()
 
 
-def test_guess_of_eos_is_always_rejected():
+def test_draft_token_of_eos_is_always_rejected():
   tokens = np.full((4, 30), EOS, np.int32)
   model = simulated(FlatModel(), 1.0)
   assert not acceptances(model, tiny.sources(CONFIG, 3, 4), tokens).any()

@@ -47,19 +47,19 @@ def sample_by_inversion(table, rows, u):
 
 @functools.partial(jax.jit, static_argnames="lenience")
 def verified(key, x, q, p, lenience=1.0):
-  """Verify guesses x [B, G] from q [B, G, V] with p [B, G + 1, V]."""
+  """Verify draft tokens x [B, G] from q [B, G, V] with p [B, G + 1, V]."""
   keys = jax.random.split(key, len(x)) if key.ndim == 0 else key
   return verify(keys, chain(x.shape[1]), Proposal(x, q), p, lenience)
 
 
 def library(rng, draft_uniforms, x, q, p):
-  """Verify guesses with the function of the package; return n and the next token as arrays."""
+  """Verify draft tokens with the function of the package; return n and the next token as arrays."""
   n, next_token, _ = verified(jax.random.key(int(rng.integers(1 << 30))), x, q, p)
   return np.asarray(n), np.asarray(next_token)
 
 
 def in_numpy(rng, draft_uniforms, x, q, p, fault=None):
-  """Verify guesses with a numpy version of Algorithm 1, with an optional common mistake."""
+  """Verify draft tokens with a numpy version of Algorithm 1, with an optional common mistake."""
   gamma = x.shape[1]
   if fault == "q of another temperature":
     q = np.sqrt(q) / np.sqrt(q).sum(axis=-1, keepdims=True)
@@ -67,7 +67,7 @@ def in_numpy(rng, draft_uniforms, x, q, p, fault=None):
   px, qx = (np.take_along_axis(a, x[..., None], axis=-1)[..., 0] for a in (p[:, :gamma], q))
   accepted = u * px < qx if fault == "accept rule reversed" else u * qx < px
   n = accepted.cumprod(axis=1).sum(axis=1)
-  if fault == "accepted guesses counted past a rejection":
+  if fault == "accepted draft tokens counted past a rejection":
     n = accepted.sum(axis=1)
   rows = np.arange(len(x))
   residual = np.maximum(p[rows, n] - np.pad(q, ((0, 0), (0, 1), (0, 0)))[rows, n], 0)
@@ -89,7 +89,7 @@ def in_numpy(rng, draft_uniforms, x, q, p, fault=None):
   return n, np.minimum(next_token, V - 1)
 
 
-def joint_of_round(verify_guesses, target, draft, gamma, n, seed=0):
+def joint_of_round(verify_draft_tokens, target, draft, gamma, n, seed=0):
   """Return counts [V] * (gamma + 1) of the tokens that follow token 0 in n texts.
 
   Each text has one round. After a rejection the remaining tokens are sampled from the target.
@@ -99,7 +99,7 @@ def joint_of_round(verify_guesses, target, draft, gamma, n, seed=0):
   text = np.zeros((n, gamma + 1), int)  # text[:, 0] is token 0
   for i in range(gamma):
     text[:, i + 1] = sample_by_inversion(draft, text[:, i], draft_uniforms[:, i])
-  accepted, next_token = verify_guesses(
+  accepted, next_token = verify_draft_tokens(
     rng, draft_uniforms, text[:, 1:], draft[text[:, :-1]], target[text]
   )
   assert ((0 <= accepted) & (accepted <= gamma)).all()
@@ -137,13 +137,16 @@ FAULTS_OF_A_ROUND = [
   "residual is |p - q|",
   "residual of the position before",
   "accept rule reversed",
-  "accepted guesses counted past a rejection",
+  "accepted draft tokens counted past a rejection",
   "uniforms of the draft used again",
   "q of another temperature",
   "bonus from p_n",
   "bonus from q_n",
 ]
-NEED_TWO_GUESSES = ("residual of the position before", "accepted guesses counted past a rejection")
+NEED_TWO_DRAFT_TOKENS = (
+  "residual of the position before",
+  "accepted draft tokens counted past a rejection",
+)
 
 
 @pytest.mark.parametrize(
@@ -152,7 +155,7 @@ NEED_TWO_GUESSES = ("residual of the position before", "accepted guesses counted
     (gamma, fault)
     for gamma in (1, 3)
     for fault in FAULTS_OF_A_ROUND
-    if gamma > 1 or fault not in NEED_TWO_GUESSES
+    if gamma > 1 or fault not in NEED_TWO_DRAFT_TOKENS
   ],
 )
 def test_faults_of_a_round_are_detected(gamma, fault):
@@ -171,7 +174,7 @@ def test_numpy_version_without_faults_emits_the_targets_distribution(gamma):
 
 
 def outcome_probabilities(x, q, p, lenience=1.0):
-  """Return exact probabilities [G + 1, V] of (n, next token) for guesses x [G].
+  """Return exact probabilities [G + 1, V] of (n, next token) for draft tokens x [G].
 
   q [G, V] and p [G + 1, V] are the distributions of the draft and the target.
   """
@@ -188,7 +191,7 @@ def outcome_probabilities(x, q, p, lenience=1.0):
 
 
 def emitted_first(q, p, lenience=1.0):
-  """Return exact probabilities [V] of the first token that a round with one guess emits."""
+  """Return exact probabilities [V] of the first token that a round with one draft token emits."""
   total = np.zeros(len(q))
   for x in np.flatnonzero(q):
     table = outcome_probabilities([x], q[None], np.stack([p, p]), lenience)
@@ -203,12 +206,12 @@ def repeated(n, *arrays):
 
 @pytest.mark.parametrize("lenience", [1.0, 0.2])
 @pytest.mark.parametrize("gamma", [1, 3])
-def test_outcomes_for_fixed_guesses_have_their_exact_probabilities(gamma, lenience):
+def test_outcomes_for_fixed_draft_tokens_have_their_exact_probabilities(gamma, lenience):
   # 200,000 outcomes in at most 20 bins, level 1e-6: detects effects w >= 0.02.
   n = 200_000
   rng = np.random.default_rng(gamma)
   p, q = rng.dirichlet(np.ones(V), gamma + 1), rng.dirichlet(np.ones(V), gamma)
-  x = (q / p[:gamma]).argmax(axis=1)  # guesses with q > p, so that every n occurs
+  x = (q / p[:gamma]).argmax(axis=1)  # draft tokens with q > p, so that every n occurs
   exact = outcome_probabilities(x, q, p, lenience)
   verification = verified(jax.random.key(0), *repeated(n, x, q, p), lenience)
   counts = np.zeros((gamma + 1, V))
@@ -248,7 +251,7 @@ def test_lenience_bounds_token_probabilities_and_raises_acceptance(lenience):
   assert tiny.p_value(share * n, p) < tiny.CAUGHT
 
 
-def test_guesses_are_always_accepted_when_p_equals_q():
+def test_draft_tokens_are_always_accepted_when_p_equals_q():
   # 100,000 bonus tokens, level 1e-6: detects effects w >= 0.03.
   n = 100_000
   p = np.random.default_rng(0).dirichlet(np.ones(V), 4)
@@ -259,7 +262,7 @@ def test_guesses_are_always_accepted_when_p_equals_q():
   assert tiny.p_value(np.bincount(verification.next_token, minlength=V), p[2]) < tiny.CAUGHT
 
 
-def test_guesses_are_never_accepted_when_supports_are_disjoint():
+def test_draft_tokens_are_never_accepted_when_supports_are_disjoint():
   # 100,000 corrections, level 1e-6: detects effects w >= 0.03.
   n = 100_000
   p, q = np.asarray([0.5, 0.3, 0.2, 0, 0]), np.asarray([0, 0, 0, 0.9, 0.1])
@@ -270,7 +273,7 @@ def test_guesses_are_never_accepted_when_supports_are_disjoint():
 
 
 def test_one_hot_distributions_accept_exactly_the_matching_prefix():
-  """Greedy decoding is not a special case: all 3^3 guesses are tested against all 3^4 argmaxes."""
+  """Greedy decoding is not a special case: all 3^3 proposals are tested with all 3^4 argmaxes."""
   one_hot = np.eye(3, dtype=np.float32)
   x, best = [], []
   for tokens in itertools.product(range(3), repeat=7):
@@ -292,8 +295,9 @@ def test_tokens_of_target_probability_0_are_never_emitted():
 
 
 def test_next_token_has_the_targets_distribution_when_the_residual_is_empty():
-  # q = 2p is not a distribution. It rejects half of the guesses with an empty residual, as rounding
-  # can do when p = q. 100,000 samples, level 1e-6: detects effects w >= 0.04 in the rejected half.
+  # q = 2p is not a distribution. It rejects half of the draft tokens with an empty residual, as
+  # rounding can do when p = q. 100,000 samples, level 1e-6: detects effects w >= 0.04 in the
+  # rejected half.
   n = 100_000
   p = np.random.default_rng(3).dirichlet(np.ones(V))
   x = np.random.default_rng(0).choice(V, (n, 1), p=p)
@@ -307,7 +311,7 @@ def test_next_token_has_the_targets_distribution_when_the_residual_is_empty():
 
 
 def random_proposals(batch=64, gamma=3, seed=0):
-  """Return guesses [B, G], q [B, G, V] and p [B, G + 1, V]."""
+  """Return draft tokens [B, G], q [B, G, V] and p [B, G + 1, V]."""
   rng = np.random.default_rng(seed)
   q = rng.dirichlet(np.ones(V), (batch, gamma)).astype(np.float32)
   p = rng.dirichlet(np.ones(V), (batch, gamma + 1)).astype(np.float32)
@@ -353,7 +357,7 @@ def test_rows_of_one_batch_are_sampled_independently():
   assert len(set(np.asarray(verified(jax.random.key(0), x, q, p).next_token))) > 1
 
 
-def test_verifying_no_guesses_samples_from_the_target():
+def test_verifying_no_draft_tokens_samples_from_the_target():
   # 100,000 samples, level 1e-6: detects effects w >= 0.03.
   n = 100_000
   p = np.random.default_rng(1).dirichlet(np.ones(V))
@@ -471,7 +475,7 @@ def test_loop_emits_the_targets_joint_distribution(gamma=3):
   exact = exact_joint("top-p")
   assert tiny.p_value(counts, exact) > tiny.LEVEL
   assert tiny.detectable(8192, exact) < 0.16
-  # Each number of accepted guesses occurs often enough for the test to be meaningful.
+  # Each number of accepted draft tokens occurs often enough for the test to be meaningful.
   assert (np.bincount(accepted, minlength=gamma + 1) > 300).all()
 
 
@@ -498,18 +502,18 @@ def test_draft_with_another_temperature_leaves_the_output_exact():
   assert tiny.p_value(counts, exact_joint("temperature 0.7")) > tiny.LEVEL
 
 
-# Proposals that a draft may report for guesses x sampled from q.
+# Proposals that a draft may report for draft tokens x sampled from q.
 REPORTS = {
   "the truth": lambda x, q: (x, q),
-  # A one-hot q is correct for any guess, and only lowers acceptance.
-  "one-hots of its guesses": lambda x, q: (x, jax.nn.one_hot(x, 6)),
+  # A one-hot q is correct for any draft token, and only lowers acceptance.
+  "one-hots of its draft tokens": lambda x, q: (x, jax.nn.one_hot(x, 6)),
   "q of another temperature": lambda x, q: (x, distribution(2 * jnp.log(q), Sampling(1.0))),
   "uniform q": lambda x, q: (x, jnp.full_like(q, 1 / 6)),
   "q of the position before": lambda x, q: (x, jnp.roll(q, 1, axis=1)),
-  "q of sampling for guesses by argmax": lambda x, q: (q.argmax(axis=-1).astype(x.dtype), q),
-  "q of each row for guesses of another row": lambda x, q: (jnp.roll(x, 1, axis=0), q),
+  "q of sampling for draft tokens by argmax": lambda x, q: (q.argmax(axis=-1).astype(x.dtype), q),
+  "q of each row for draft tokens of another row": lambda x, q: (jnp.roll(x, 1, axis=0), q),
 }
-EXACT = ("the truth", "one-hots of its guesses")
+EXACT = ("the truth", "one-hots of its draft tokens")
 
 
 def select_report(params, proposal):

@@ -12,14 +12,13 @@ from test_speculative import CONFIG
 from specdec_jax.core.counts import acceptance_by_position
 from specdec_jax.core.decode import Decoder, NullDraft
 from specdec_jax.core.sampling import Sampling
-from specdec_jax.core.trees import branching, chain
+from specdec_jax.core.trees import Tree, branching, chain
 from specdec_jax.core.types import Outcome, Proposal, Verification
 from specdec_jax.core.verify.tokens import TokenVerifier
-from specdec_jax.drafts.forest import ForestDraft
 from specdec_jax.drafts.model import ModelDraft
 from specdec_jax.drafts.prompt_lookup import PromptLookupDraft
-from specdec_jax.drafts.stop_at_miss import StopAtMissDraft
-from specdec_jax.drafts.stopping import AdaptiveStoppingDraft, StoppingDraft
+from specdec_jax.drafts.several import ForestDraft
+from specdec_jax.drafts.stopping import AdaptiveStoppingDraft, StopAtMissDraft, StoppingDraft
 from specdec_jax.drafts.uniform import UniformDraft
 from specdec_jax.errors import InputError
 
@@ -57,13 +56,13 @@ def test_target_verifies_only_the_proposed_length():
   decoder = Decoder(models.target, NullDraft(chain(4)), TokenVerifier(Sampling()))
   whole, _, _ = decoder._extend(*args)
   for lengths, read in [((1, 2, 3, 4), 3), ((1, 3, 4), 4), ((4,), 5)]:
-    object.__setattr__(decoder.draft, "verify_lengths", lengths)
-    logits, hidden, _ = jax.jit(decoder._extend, static_argnums=3)(*args)
+    tree = Tree(range(4), lengths)
+    logits, hidden, _ = jax.jit(decoder._extend, static_argnums=3)(*args[:3], tree)
     np.testing.assert_allclose(logits[:, :read], whole[:, :read], atol=1e-5)
     assert not np.asarray(logits[:, read:]).any() and hidden.shape[1] == 5
 
 
-def test_guess_that_was_not_proposed_is_not_verified():
+def test_draft_token_that_was_not_proposed_is_not_verified():
   models, sampling = t5(), Sampling(0.0)
   draft = StoppingDraft(ModelDraft(models.target, sampling, chain(GAMMA)), 0.13)
   out = tiny.speculative_decode(
@@ -74,7 +73,7 @@ def test_guess_that_was_not_proposed_is_not_verified():
     eos_id=-1,
   )
   rounds = jax.tree.map(np.asarray, out.rounds)
-  made = (rounds.guesses >= 0).sum(axis=-1)
+  made = (rounds.draft_tokens >= 0).sum(axis=-1)
   ran = rounds.num_emitted > 0
   np.testing.assert_array_equal(rounds.num_accepted[ran], made[ran])
   assert 1 < made[ran].mean() < GAMMA and acceptance_by_position([out]) == [1, 1, 1, None]
@@ -111,16 +110,15 @@ def test_drafts_that_cannot_stop_early_raise():
     StoppingDraft(model, 1.5)
   with pytest.raises(InputError, match="proposes chains"):
     StoppingDraft(ModelDraft(t5().draft, Sampling(), branching(2)), 0.5)
-  merged = ForestDraft((StoppingDraft(model, 0.5),), 6)
   with pytest.raises(InputError, match="stops early"):
-    tiny.start(t5().target, merged, t5().params, (t5().draft_params,), t5().prompts, LIMIT)
+    ForestDraft((StoppingDraft(model, 0.5),), 6)
 
 
 def test_round_without_a_proposal_is_an_autoregressive_step():
   """Prompt lookup proposes nothing for the first text, and different numbers of tokens for the
   other texts."""
   draft = StopAtMissDraft(PromptLookupDraft(9, chain(5), 2))
-  assert draft.verify_lengths == (0, 1, 2, 4, 5)
+  assert draft.tree.verify_lengths == (0, 1, 2, 4, 5)
   context = written([[0, 2, 3], [0, 4, 5, 6, 7, 4], [0, 3, 3]])
   source = jnp.array([[1, 0, 0, 0], [8, 4, 1, 0], [1, 0, 0, 0]])
   tokens = draft.propose((), (), context._replace(prompt=source), jax.random.split(KEY, 3))[

@@ -1,16 +1,14 @@
 """Test sweeps: missing settings are measured and recorded, and all settings are shown."""
 
-import dataclasses
-
 import pytest
 import tiny_pair
 
 from specdec_jax.core.loading import DecodeSettings
 from specdec_jax.core.sampling import Sampling
 from specdec_jax.measure import records
-from specdec_jax.measure.measure import settings_to_measure
-from specdec_jax.measure.reporting.tables import Table
+from specdec_jax.measure.records import settings_to_measure
 from specdec_jax.measure.sweep import Step, sweep
+from specdec_jax.measure.tables import Table
 
 
 @pytest.fixture
@@ -21,7 +19,7 @@ def settings():
 
 
 def table_of(measured):
-  cells = tuple((str(r.gamma), str(r.alpha)) for r in measured)
+  cells = tuple((str(r.settings.gamma), str(r.outputs.alpha)) for r in measured)
   return [Table("title", ("gamma", "alpha"), cells, ())]
 
 
@@ -30,10 +28,10 @@ def test_interrupted_sweep_resumes_and_shows_all_records(settings, tmp_path, cap
 
   def measure(wanted, report):
     for i, setting in enumerate(wanted):
-      if setting.gamma in fail_at:
+      if setting.settings.gamma in fail_at:
         raise RuntimeError("killed")
-      measured.append(setting.gamma)
-      yield dataclasses.replace(setting, alpha=setting.gamma / 10)
+      measured.append(setting.settings.gamma)
+      yield setting.replace(alpha=setting.settings.gamma / 10)
       report((i + 1) / len(wanted))
 
   steps = [Step("first", settings[:1], measure), Step("second", settings[1:], measure)]
@@ -53,7 +51,7 @@ def test_interrupted_sweep_resumes_and_shows_all_records(settings, tmp_path, cap
   assert (tmp_path / "report.html").read_text() == "page of 3"
   sweep(str(tmp_path), steps, table_of)
   assert "all settings were measured before" in capsys.readouterr().err and measured == [1, 2, 3]
-  assert [r.gamma for r in records.read(tmp_path / "results.jsonl")] == [1, 2, 3]
+  assert [r.settings.gamma for r in records.read(tmp_path / "results.jsonl")] == [1, 2, 3]
 
 
 def test_folder_that_cannot_be_written_raises_before_the_steps(tmp_path):

@@ -15,8 +15,8 @@ import tiny_pair
 from jax.experimental.compilation_cache import compilation_cache
 from scipy import special
 
-from experiments.tables import named_table
-from specdec_jax.checkpoints.folder import load_model, save_model
+from specdec_jax.checkpoints.load import load_model
+from specdec_jax.checkpoints.save import save_model
 from specdec_jax.commands import train as commands
 from specdec_jax.core.sampling import Sampling, row_keys
 from specdec_jax.core.trees import chain
@@ -24,10 +24,8 @@ from specdec_jax.data.vocabularies import open_vocabulary
 from specdec_jax.data.vocabulary import padded
 from specdec_jax.errors import InputError
 from specdec_jax.load import load_pair
-from specdec_jax.measure.reporting.tables import MISSING
 from specdec_jax.models.families import model_of, module_of
-from specdec_jax.models.t5 import T5
-from specdec_jax.train import distillation_data, trainer
+from specdec_jax.train import distillation, trainer
 from specdec_jax.train.batches import (
   BUCKETS,
   MAX_TARGET,
@@ -37,13 +35,11 @@ from specdec_jax.train.batches import (
   padded_batches,
 )
 from specdec_jax.train.distillation import (
-  load_parallel_text,
+  model_outputs,
   residual_labels,
-  save_parallel_text,
   spliced_sentences,
   teacher_topk,
 )
-from specdec_jax.train.distillation_data import model_outputs
 from specdec_jax.train.objectives import cross_entropy, model_objective, teacher_forced
 from specdec_jax.train.trainer import TrainSettings, train
 
@@ -69,35 +65,27 @@ def longer_side(text, i):
 # Batches.
 
 
-def test_epoch_contains_every_pair_and_repeats_less_than_a_batch_per_bucket():
+def test_epoch_has_every_pair_in_batches_of_one_shape_per_bucket():
   text = random_text(300, 0)
   batches = epoch_batches(text, 256, seed=0, epoch=0)
+  for length, indices in batches:
+    assert len(indices) == 256 // length
+    longest = [longer_side(text, i) for i in indices]
+    assert max((b for b in BUCKETS if b < length), default=0) < min(longest)
+    assert max(longest) <= length
+  assert len({length for length, _ in batches}) >= 10
   occurrences = collections.Counter(i for _, indices in batches for i in indices.tolist())
   assert occurrences.keys() == set(range(300))
-  batch_sizes = {length: len(indices) for length, indices in batches}
   repeats = collections.Counter()
   for i, count in occurrences.items():
     repeats[next(b for b in BUCKETS if longer_side(text, i) <= b)] += count - 1
-  assert all(count < batch_sizes[length] for length, count in repeats.items())
-
-
-def test_batches_have_one_shape_per_bucket_and_about_the_same_tokens():
-  text = random_text(300, 1)
-  batches = epoch_batches(text, 256, seed=0, epoch=0)
-  for length, indices in batches:
-    assert length in BUCKETS and len(indices) == 256 // length
-    longest = [longer_side(text, i) for i in indices]
-    assert max(longest) <= length
-    assert min(longest) > max((b for b in BUCKETS if b < length), default=0)
-  assert len({length for length, _ in batches}) >= 10
-
-
-def test_pair_longer_than_tokens_per_batch_is_a_batch_of_one():
-  text = random_text(5, 0)
+  assert all(count < 256 // length for length, count in repeats.items())
+  # A pair that is longer than a batch is a batch of one.
   assert {len(indices) for _, indices in epoch_batches(text, 4, 0, 0)} == {1}
 
 
 def test_order_is_fixed_by_seed_and_epoch():
+  """A resumed run finds its epoch and batch from the number of steps."""
   text = random_text(200, 2)
 
   def order(seed, epoch):
@@ -105,11 +93,6 @@ def test_order_is_fixed_by_seed_and_epoch():
 
   assert order(3, 5) == order(3, 5)
   assert len({order(seed, epoch) for seed in range(3) for epoch in range(3)}) == 9
-
-
-def test_all_epochs_have_the_same_number_of_batches():
-  """A resumed run finds its epoch and batch from the number of steps."""
-  text = random_text(200, 3)
   assert len({len(epoch_batches(text, 128, s, e)) for s in range(3) for e in range(5)}) == 1
 
 
@@ -306,25 +289,12 @@ def stopped(tmp_path_factory):
 
 def test_a_tiny_model_learns_to_copy(whole):
   lines = metrics(whole[1])
-  assert lines[-1]["step"] == 60
+  assert epochs(whole[1]) == [*range(1, 11)]
+  assert [line["step"] for line in lines] == [*range(6, 66, 6)]
+  for line in lines:
+    assert line["train_loss"] > 0 and line["tokens_per_s"] > 0 and line["bleu"] is None
   assert lines[0]["valid_loss"] > 1.5 and lines[-1]["valid_loss"] < 0.4
   assert lines[-1]["valid_accuracy"] > 0.9
-
-
-def test_metrics_have_one_line_per_epoch(whole):
-  assert epochs(whole[1]) == [*range(1, 11)]
-  assert [line["step"] for line in metrics(whole[1])] == [*range(6, 66, 6)]
-  for line in metrics(whole[1]):
-    assert line["train_loss"] > 0 and line["tokens_per_s"] > 0 and line["bleu"] is None
-
-
-def test_training_table_has_one_row_per_metrics_file(whole):
-  lines = metrics(whole[1])
-  last = lines[-1]
-  (row,) = named_table("training", [whole[1] / "metrics.jsonl"]).rows
-  assert row[:2] == ("metrics", "60")
-  assert float(row[2]) == round(sum(line["seconds"] for line in lines) / 60)
-  assert row[4:] == (f"{last['valid_loss']:.3f}", MISSING, f"{last['valid_accuracy']:.3f}")
 
 
 def test_last_scores_are_those_of_the_returned_parameters(whole):
@@ -338,24 +308,12 @@ def test_last_scores_are_those_of_the_returned_parameters(whole):
   assert metrics(whole[1])[-1]["valid_accuracy"] == pytest.approx(float(accuracy), abs=0.03)
 
 
-def test_resumed_run_ends_with_the_same_parameters(whole, stopped):
+def test_resumed_run_has_the_same_parameters_and_scores(whole, stopped):
   jax.tree.map(np.testing.assert_array_equal, stopped[0], whole[0])
-
-
-def test_resumed_run_has_exactly_one_metrics_line_per_epoch(whole, stopped):
   assert epochs(stopped[1]) == epochs(whole[1])
-
-
-def scores_by_epoch(output):
-  return {
-    line["epoch"]: (line["step"], line["valid_loss"], line["valid_accuracy"])
-    for line in metrics(output)
-  }
-
-
-def test_resumed_run_has_the_same_scores(whole, stopped):
-  want, got = scores_by_epoch(whole[1]), scores_by_epoch(stopped[1])
-  assert got.items() <= want.items() and len(got) >= len(want) - 1
+  for ours, want in zip(metrics(stopped[1]), metrics(whole[1]), strict=True):
+    for name in ("step", "valid_loss", "valid_accuracy"):
+      assert ours[name] == want[name]
 
 
 def test_max_steps_may_end_within_an_epoch(init, tmp_path):
@@ -383,26 +341,47 @@ def test_train_does_not_donate_the_callers_parameters(whole, init):
   jax.tree.map(np.testing.assert_array_equal, init, initial_params())
 
 
-@pytest.mark.parametrize("side", ["training", "validation"])
-def test_empty_text_raises(tmp_path, side):
-  empty = ParallelText([], [])
-  training, validation = (empty, copies()) if side == "training" else (copies(), empty)
-  with pytest.raises(InputError, match=side):
-    train(OBJECTIVE, SETTINGS, training, validation, str(tmp_path), init=initial_params())
+@pytest.mark.parametrize(
+  "changes, words",
+  [
+    ({"training": ParallelText([], [])}, "no training pairs"),
+    ({"validation": ParallelText([], [])}, "no validation pairs"),
+    ({"settings": dataclasses.replace(SETTINGS, warmup_steps=60)}, "warmup_steps is 60"),
+  ],
+)
+def test_impossible_run_raises(tmp_path, changes, words):
+  given = {"settings": SETTINGS, "training": copies(), "validation": copies(), **changes}
+  with pytest.raises(InputError, match=words):
+    train(OBJECTIVE, *given.values(), str(tmp_path), init=initial_params())
   assert not (tmp_path / "metrics.jsonl").exists()
 
 
-def test_warm_up_as_long_as_the_run_raises(tmp_path):
-  settings = dataclasses.replace(SETTINGS, warmup_steps=60)
-  with pytest.raises(InputError, match="warmup_steps is 60"):
-    train(OBJECTIVE, settings, copies(), copies(), str(tmp_path), init=initial_params())
+@pytest.mark.parametrize("fault, message", [("loss", "loss of step 14 is nan"), ("gradient", "")])
+def test_training_stops_where_a_loss_is_not_finite(tmp_path, fault, message):
+  """The last checkpoint from before it remains; it is that of step 12, the second epoch."""
+
+  def loss(params, frozen, batch, rng, progress):
+    value = OBJECTIVE.loss(params, frozen, batch, rng, progress)
+    late = progress * 60 > (12.5 if fault == "loss" else 16.5)
+    if fault == "loss":
+      return jnp.where(late, jnp.nan, value)
+    return value + jnp.sqrt(jnp.where(late, value - jax.lax.stop_gradient(value), 1.0))
+
+  message = message or "loss of step 18 is|After step 18, the parameters are not finite"
+  with pytest.raises(InputError, match=message):
+    objective = OBJECTIVE._replace(loss=loss)
+    train(objective, SETTINGS, copies(), copies(), str(tmp_path), initial_params())
+  assert epochs(tmp_path) == [1, 2]
+  assert max(int(path.name) for path in (tmp_path / "checkpoints").iterdir()) == 12
+  run(tmp_path)  # a good loss goes on from there
+  assert epochs(tmp_path) == [*range(1, 11)]
 
 
 # Distillation data.
 
 
 def test_model_outputs_are_in_the_order_of_the_sources(monkeypatch):
-  monkeypatch.setattr(distillation_data, "BATCH_SIZE", 3)
+  monkeypatch.setattr(distillation, "BATCH_SIZE", 3)
   pair = tiny_pair.pair()
   texts = [tiny_pair.SENTENCES[i][:n] for i, n in ((0, 3), (30, 9), (60, 5), (90, 12), (7, 1))]
   sources = [pair.encode(text) for text in texts]
@@ -415,7 +394,7 @@ def test_model_outputs_are_in_the_order_of_the_sources(monkeypatch):
 
 def test_teacher_topk_are_the_most_probable_tokens():
   params, text = initial_params(), copies()
-  topk = teacher_topk(T5(CONFIG), params, text, k=4, tokens_per_batch=32)
+  topk = teacher_topk(CONFIG, params, text, k=4, tokens_per_batch=32)
   batch = batch_of(text.targets, length=8)
   inputs = np.pad(batch.targets[:, :-1], ((0, 0), (1, 0)))
   probs = jax.nn.softmax(tiny.teacher_forced(CONFIG)(params, padded(text.sources, 8), inputs))
@@ -430,9 +409,9 @@ def test_teacher_topk_are_the_most_probable_tokens():
 def test_residual_labels_are_what_another_draft_leaves_of_the_teachers_distribution():
   params, other, text = initial_params(), tiny_pair.random_params(CONFIG, 1), copies()
   text = dataclasses.replace(
-    text, teacher=teacher_topk(T5(CONFIG), params, text, k=12, tokens_per_batch=32)
+    text, teacher=teacher_topk(CONFIG, params, text, k=12, tokens_per_batch=32)
   )
-  residual = residual_labels(T5(CONFIG), other, text, tokens_per_batch=32)
+  residual = residual_labels(CONFIG, other, text, tokens_per_batch=32)
   batch = batch_of(text.targets, length=8)
   inputs = np.pad(batch.targets[:, :-1], ((0, 0), (1, 0)))
   logits = tiny.teacher_forced(CONFIG)(other, padded(text.sources, 8), inputs)
@@ -451,9 +430,7 @@ def test_teacher_topk_with_tail_marks_text_tokens_outside_the_top_k(tmp_path):
   """A pair that is too long for a batch has empty arrays, which can be saved and loaded."""
   short = copies()
   text = ParallelText([[5] * 600, *short.sources], [[1], *short.targets])
-  topk = functools.partial(
-    teacher_topk, T5(CONFIG), initial_params(), text, k=4, tokens_per_batch=32
-  )
+  topk = functools.partial(teacher_topk, CONFIG, initial_params(), text, k=4, tokens_per_batch=32)
   plain, tailed = topk(), topk(tail=True)
   assert tailed[0][0].shape == (0, 5)
   tail_weights = []
@@ -467,8 +444,8 @@ def test_teacher_topk_with_tail_marks_text_tokens_outside_the_top_k(tmp_path):
     tail_weights += weights[:, 4].tolist()
   assert {*tail_weights} == {0, 1}
   path = tmp_path / "distillation_data.npz"
-  save_parallel_text(path, dataclasses.replace(text, teacher=tailed))
-  assert load_parallel_text(path).teacher[0][0].shape == (0, 5)
+  dataclasses.replace(text, teacher=tailed).save(path)
+  assert ParallelText.load(path).teacher[0][0].shape == (0, 5)
 
 
 def test_spliced_sentences_start_as_one_line_and_end_as_another():
@@ -482,16 +459,13 @@ def test_spliced_sentences_start_as_one_line_and_end_as_another():
 
 def test_saved_parallel_text_is_loaded_unchanged(tmp_path):
   text, rng = random_text(20, 0), np.random.default_rng(1)
-  teacher = [
-    (rng.integers(0, 90, (len(row), 3)), rng.random((len(row), 3), np.float32))
-    for row in text.targets
-  ]
-  text = dataclasses.replace(text, teacher=teacher)
-  save_parallel_text(tmp_path / "distillation_data.npz", text)
-  loaded = load_parallel_text(tmp_path / "distillation_data.npz")
-  assert (loaded.sources, loaded.targets) == (text.sources, text.targets)
-  for got, want in zip(loaded.teacher, text.teacher, strict=True):
-    jax.tree.map(np.testing.assert_array_equal, got, want)
+  shapes = [(len(row), 3) for row in text.targets]
+  teacher = [(rng.integers(0, 90, shape), rng.random(shape, np.float32)) for shape in shapes]
+  for saved in (text, dataclasses.replace(text, teacher=teacher)):
+    saved.save(tmp_path / "distillation_data.npz")
+    loaded = ParallelText.load(tmp_path / "distillation_data.npz")
+    assert (loaded.sources, loaded.targets) == (text.sources, text.targets)
+    jax.tree.map(np.testing.assert_array_equal, loaded.teacher, saved.teacher)
 
 
 def test_draft_is_trained_on_references_samples_and_spliced_sources(tmp_path, monkeypatch):
@@ -608,7 +582,7 @@ def test_on_policy_data_is_sampled_by_the_draft_and_labelled_by_the_target(tmp_p
   sampled = model_outputs(model_of(config), params, text.sources[8:], 1, sampling=Sampling())
   assert text.targets[8:] == sampled
   target_params = tiny_pair.pair().target.params
-  want = teacher_topk(module_of(tiny_pair.pair().target.model.config), target_params, text)
+  want = teacher_topk(tiny_pair.pair().target.model.config, target_params, text)
   np.testing.assert_allclose(text.teacher[-1][1], want[-1][1], atol=2e-3)
   assert jax.tree.map(np.shape, init) == jax.tree.map(np.shape, params)
   with pytest.raises(InputError, match="name its folder as start"):

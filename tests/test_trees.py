@@ -1,4 +1,4 @@
-"""Test trees of guesses: their shapes, the best tree, and the acceptance of their nodes."""
+"""Test trees of draft_tokens: their shapes, the best tree, and the acceptance of their nodes."""
 
 import dataclasses
 import functools
@@ -29,8 +29,8 @@ from specdec_jax.core.verify.k_seq import KSeqVerifier
 from specdec_jax.core.verify.tokens import TokenVerifier
 from specdec_jax.drafts.composed import forest_draft, tree_draft
 from specdec_jax.drafts.dynamic import DynamicDraft
-from specdec_jax.drafts.forest import joined_at_root
 from specdec_jax.drafts.model import ModelDraft
+from specdec_jax.drafts.several import joined_at_root
 from specdec_jax.errors import InputError
 from specdec_jax.measure.alpha import measure_alpha, positional_acceptance
 from specdec_jax.models.t5 import T5Model
@@ -41,7 +41,7 @@ RAGGED = Tree((0, 0, 1, 1, 2, 4))
 def test_attributes_of_a_ragged_tree():
   assert RAGGED.depths.tolist() == [0, 1, 1, 2, 2, 2, 3]
   assert RAGGED.levels == [(1, 3), (3, 6), (6, 7)]
-  assert (RAGGED.num_nodes, RAGGED.num_guesses, RAGGED.depth, RAGGED.width) == (7, 6, 3, 2)
+  assert (RAGGED.num_nodes, RAGGED.num_draft_tokens, RAGGED.depth, RAGGED.width) == (7, 6, 3, 2)
   assert RAGGED.ranks.tolist() == [0, 1, 0, 1, 0, 0]
   assert RAGGED.children.tolist() == [[0, 1], [2, 3], [4, 6], [6, 6], [5, 6], [6, 6], [6, 6]]
   for node in range(7):
@@ -67,7 +67,7 @@ def test_chains_of_one_length_are_equal_and_a_long_chain_needs_no_memory():
 
 def test_trees_from_branching_factors_and_from_paths():
   assert branching(2, 2) == Tree((0, 0, 1, 1, 2, 2))
-  assert branching(3, 2, 1).num_guesses == 3 + 6 + 6
+  assert branching(3, 2, 1).num_draft_tokens == 3 + 6 + 6
   paths = [(0,), (1,), (0, 0), (0, 1), (1, 0), (0, 1, 0)]
   assert Tree.from_paths(paths) == Tree.from_paths(paths[::-1]) == RAGGED
 
@@ -102,8 +102,8 @@ def test_dynamic_tree_has_the_attributes_of_static_trees():
   parents = jnp.array([[*tree.parents] for tree in trees])
   dynamic = DynamicTree(6, 6, parents)
   for row, tree in enumerate(trees):
-    np.testing.assert_array_equal(dynamic.ancestors[row], tree.ancestors)
-    np.testing.assert_array_equal(dynamic.depths[row], tree.depths)
+    np.testing.assert_array_equal(dynamic.row_ancestors[row], tree.ancestors)
+    np.testing.assert_array_equal(dynamic.row_depths[row], tree.depths)
   for node in range(7):
     paths = path_to(dynamic, jnp.full(3, node))
     for path, tree in zip(paths, trees):
@@ -137,7 +137,10 @@ class PathModel:
     cache, sums = [*cache, tokens], tokens
     if tree is not None:  # node 0 is the last token of the first block
       inputs = jnp.concatenate([cache[0][:, -1:], *cache[1:]], axis=1)
-      nodes, on_path = slice(first, first + tokens.shape[1]), tree.ancestors[..., : inputs.shape[1]]
+      nodes, on_path = (
+        slice(first, first + tokens.shape[1]),
+        tree.row_ancestors[..., : inputs.shape[1]],
+      )
       sums = (on_path[:, nodes] * inputs[:, None]).sum(axis=-1)
     return params[sums], params[sums], cache
 
@@ -181,9 +184,9 @@ def test_dynamic_tree_has_the_most_probable_nodes_of_the_beam(seed):
   assert committed[0].tolist() == [nodes[node - 1] if node else 0 for node in path[0].tolist()]
 
 
-def all_trees(num_guesses: int):
-  """Generate all trees of `num_guesses` guesses."""
-  for parents in itertools.product(range(num_guesses), repeat=num_guesses):
+def all_trees(num_draft_tokens: int):
+  """Generate all trees of `num_draft_tokens` draft tokens."""
+  for parents in itertools.product(range(num_draft_tokens), repeat=num_draft_tokens):
     try:
       yield Tree(parents)
     except InputError:
@@ -202,11 +205,11 @@ def test_expected_tokens_of_a_chain_agree_with_equation_1():
 @pytest.mark.parametrize("acceptance", [(0.6, 0.2, 0.1), (0.9, 0.05), (0.4, 0.3, 0.2, 0.05)])
 @pytest.mark.parametrize("depth", [1, 2, 5])
 def test_best_tree_is_the_best_of_all_trees(acceptance, depth):
-  for num_guesses in range(1, 6):
-    shallow = [tree for tree in all_trees(num_guesses) if tree.depth <= depth]
+  for num_draft_tokens in range(1, 6):
+    shallow = [tree for tree in all_trees(num_draft_tokens) if tree.depth <= depth]
     best = max(theory.tree_tokens(tree, acceptance) for tree in shallow)
-    tree = theory.best_tree(acceptance, num_guesses + 1, depth)
-    assert tree.depth <= depth and tree.num_guesses <= num_guesses
+    tree = theory.best_tree(acceptance, num_draft_tokens + 1, depth)
+    assert tree.depth <= depth and tree.num_draft_tokens <= num_draft_tokens
     assert theory.tree_tokens(tree, acceptance) == pytest.approx(best)
 
 
@@ -244,18 +247,17 @@ def test_positional_acceptance_agrees_with_the_rounds_of_decoding():
   greedy = Sampling(temperature=0.0)
   greedy_acceptance = positional_acceptance(pair, *texts, greedy, width=12, lenience=0.3)
   assert greedy_acceptance.sum() == pytest.approx(1)  # all tokens are proposed
-  alpha = measure_alpha(pair, *texts, greedy, lenience=0.3).alpha.mean
+  alpha = measure_alpha(pair, *texts, greedy, lenience=0.3).alpha
   assert greedy_acceptance[0] == pytest.approx(alpha)
 
 
 def test_k_seq_requires_independently_sampled_siblings():
   pair = dataclasses.replace(tiny_pair.pair("near"), verifier=KSeqVerifier)
-  drafts = [pair.decoder(Sampling(), tree).draft for tree in (branching(2), chain(2))]
-  assert [draft.independent for draft in drafts] == [True, False]
+  assert pair.decoder(Sampling(), branching(2)).draft.independent_siblings
   # Drafts that propose a tree if a chain is requested.
   target, near = pair.target, lambda target: pair.draft
   tree = pair.with_draft(tree_draft(target, near, (2,)))
-  assert tree.decoder(Sampling(), chain(2)).draft.independent
+  assert tree.decoder(Sampling(), chain(2)).draft.independent_siblings
   forest = pair.with_draft(forest_draft(target, [near, near]))
   for each, shape in ((pair, DynamicTree(4, 2)), (forest, chain(2))):
     with pytest.raises(

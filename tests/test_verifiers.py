@@ -76,7 +76,7 @@ def deterministic(q, count):
   yield tuple(best), 1.0, list(np.eye(V)[best])
 
 
-def enumerated(tree: Tree, q: list[np.ndarray], guess):
+def enumerated(tree: Tree, q: list[np.ndarray], draft_token):
   """Enumerate all proposals: tokens [M, N], q [M, N, V] and the probability [M] of each."""
   x, x_q, prob = np.zeros((1, 0), np.int32), np.zeros((1, 0, V), np.float32), np.ones(1)
   for node in range(tree.num_nodes):
@@ -85,7 +85,7 @@ def enumerated(tree: Tree, q: list[np.ndarray], guess):
       continue
     path = np.flatnonzero(tree.ancestors[node])[1:] - 1
     q_by_text = q[len(path)].reshape(-1, V)
-    outcomes = [list(zip(*guess(text_q, count))) for text_q in q_by_text]
+    outcomes = [list(zip(*draft_token(text_q, count))) for text_q in q_by_text]
     children, probs, child_qs = (np.array(field) for field in zip(*outcomes))  # [texts, R, ...]
     text = np.ravel_multi_index(tuple(x[:, path].T), (V,) * len(path)) if len(path) else 0
     text, num_outcomes = np.broadcast_to(text, len(x)), probs.shape[1]
@@ -110,15 +110,15 @@ def jitted(function):
 
 def by_tokens(tree, x, q, p, module=tokens):
   """Token verification: children are verified first to last, until one is accepted."""
-  q_x, r_x = map(np.float64, jitted(module.guess_probs)(tree, x, q, p))
+  q_x, r_x = map(np.float64, jitted(module.draft_token_probs)(tree, x, q, p))
   acceptance = np.minimum(1, r_x / q_x)
   ends = np.zeros((len(x), tree.num_nodes))
   reached = np.ones((len(x), tree.num_nodes))
   for node in range(tree.num_nodes):
     remaining = reached[:, node]
-    for guess in [i for i, parent in enumerate(tree.parents) if parent == node]:
-      reached[:, guess + 1] = remaining * acceptance[:, guess]
-      remaining = remaining * (1 - acceptance[:, guess])
+    for draft_token in [i for i, parent in enumerate(tree.parents) if parent == node]:
+      reached[:, draft_token + 1] = remaining * acceptance[:, draft_token]
+      remaining = remaining * (1 - acceptance[:, draft_token])
     ends[:, node] = remaining
   residuals = [
     jitted(module.residual_at)(tree, q, p, np.full(len(x), node)) for node in range(tree.num_nodes)
@@ -154,7 +154,7 @@ def by_merging(tree, x, q, p):
   """Merging verification: all outcomes of the draft tokens that are verified are enumerated."""
   ends, follows = np.zeros((len(x), tree.num_nodes)), np.zeros((len(x), tree.num_nodes, V))
   q_x = np.take_along_axis(np.float64(q), x[..., None], axis=-1)[..., 0]
-  for outcome in itertools.product([False, True], repeat=tree.num_guesses):
+  for outcome in itertools.product([False, True], repeat=tree.num_draft_tokens):
     # u = 0 accepts any token with r > 0, and no token is accepted at an infinite u.
     u = np.tile(np.where(outcome, 0, np.inf).astype(np.float32), (len(x), 1))
     path = jitted(merging.follow)(tree, x, q, p, u)
@@ -176,7 +176,7 @@ def by_samples(tree, x, q, p):
   """
   samples = np.array([*itertools.product(range(V), repeat=tree.num_nodes)])
   parents = jnp.tile(jnp.array(tree.parents, jnp.int32), (len(samples), 1))
-  dynamic = DynamicTree(tree.num_guesses, tree.depth, parents)
+  dynamic = DynamicTree(tree.num_draft_tokens, tree.depth, parents)
   verification = tokens.follow(dynamic, jnp.tile(x[0], (len(samples), 1)), jnp.array(samples))
   prob = np.take_along_axis(np.float64(p), samples[..., None], axis=-1)[..., 0].prod(axis=-1)
   follows = np.zeros((1, tree.num_nodes, V))
@@ -224,7 +224,7 @@ def exact(p: list[np.ndarray]) -> np.ndarray:
   return joint
 
 
-GUESSES = {
+DRAFT_TOKENS = {
   "without replacement": without_replacement,
   "independent": independent,
   "several drafts": several_drafts,
@@ -238,7 +238,7 @@ CHAINS = [name for name in TREES if name.startswith("chain")]
 def problem(shape: str, way: str, seed: int = 0):
   tree = TREES[shape]
   p, q = tables(seed, tree.depth), tables(seed + 100, tree.depth)
-  return tree, p, enumerated(tree, q, GUESSES[way])
+  return tree, p, enumerated(tree, q, DRAFT_TOKENS[way])
 
 
 def is_tested(verifier: str, shape: str, way: str) -> bool:
@@ -254,7 +254,7 @@ def is_tested(verifier: str, shape: str, way: str) -> bool:
 
 @pytest.mark.parametrize(
   "verifier, shape, way",
-  [case for case in itertools.product(VERIFIERS, TREES, GUESSES) if is_tested(*case)],
+  [case for case in itertools.product(VERIFIERS, TREES, DRAFT_TOKENS) if is_tested(*case)],
 )
 def test_verifier_emits_the_targets_distribution(verifier, shape, way):
   tree, p, proposals = problem(shape, way)
@@ -284,7 +284,7 @@ def lengths(shape: str, way: str, seed: int) -> dict[str, float]:
 
 @pytest.mark.parametrize("shape", CHAINS)
 def test_blocks_emit_at_least_as_many_tokens_as_algorithm_1(shape):
-  """For one guess, the verifiers emit equally many tokens; on a chain, K-SEQ equals Algorithm 1."""
+  """For one draft token, verifiers emit equally many tokens; on a chain, K-SEQ is Algorithm 1."""
   gains = []
   for seed in range(4):
     means = lengths(shape, "without replacement", seed)
@@ -304,7 +304,7 @@ def test_blocks_may_emit_fewer_tokens_when_branches_differ_in_depth():
 
 
 def test_example_of_the_block_verification_paper():
-  """p = (1/3, 2/3), q = (2/3, 1/3), gamma 2: tokens accept 10/9 guesses, blocks accept 11/9."""
+  """p = (1/3, 2/3), q = (2/3, 1/3), gamma 2: tokens accept 10/9 of them, blocks accept 11/9."""
   p, q = (
     [np.broadcast_to(np.array(probs), (3,) * d + (3,)) for d in range(3)]
     for probs in ([1 / 3, 2 / 3, 0], [2 / 3, 1 / 3, 0])
@@ -387,7 +387,7 @@ def more_probable_of_two(q, count):
 
 
 def first_failure(tree, x, q, p):
-  """Verify blocks, but end a chain at the first rejected guess, not the last accepted guess."""
+  """Verify blocks, but end a chain at the first rejected token, not at the last accepted one."""
   on_visit, acceptance = jitted(blocks.acceptance_probs)(tree, x, q, p)
   acceptance = np.float64(acceptance)
   ends, remaining = np.zeros((len(x), tree.num_nodes)), np.ones(len(x))
@@ -405,7 +405,7 @@ def residual_of_tokens(tree, x, q, p):
 
 
 def q_taken_as_1(tree, x, q, p):
-  """Accept sampled guesses with q = 1, and use p in place of the residual."""
+  """Accept sampled draft tokens with q = 1, and use p in place of the residual."""
   return by_tokens(tree, x, np.eye(V, dtype=np.float32)[x], p)[0], p
 
 
@@ -453,8 +453,8 @@ def test_empty_residual_is_replaced_by_the_targets_distribution():
   np.testing.assert_allclose(residual, p)
 
 
-def test_guess_that_was_not_proposed_is_never_accepted():
-  """A missing guess has token -1 and q 0; the last token of the vocabulary is the most probable."""
+def test_draft_token_that_was_not_proposed_is_never_accepted():
+  """A missing draft token is -1 with q 0; the last token of the vocabulary is the most probable."""
   p = jnp.broadcast_to(jnp.array([0.1, 0.1, 0.8]), (64, 3, 3))
   q = jnp.broadcast_to(jnp.eye(3)[2], (64, 2, 3)).at[:, 1].set(0)
   keys = jax.random.split(jax.random.key(0), 64)
@@ -470,10 +470,10 @@ def test_guess_that_was_not_proposed_is_never_accepted():
   "verifier", [tokens.TokenVerifier, blocks.BlockVerifier, k_seq.KSeqVerifier]
 )
 @pytest.mark.parametrize("tree", [chain(2), branching(2)], ids=["chain", "siblings"])
-def test_guess_of_target_probability_0_is_rejected_at_u_0(verifier, tree, monkeypatch):
+def test_draft_token_of_target_probability_0_is_rejected_at_u_0(verifier, tree, monkeypatch):
   """The next token has a positive probability, though tokens of probability 0 precede it."""
   monkeypatch.setattr(jax.random, "uniform", lambda key, shape: jnp.zeros(shape))
-  p = np.array([0, 0, 0.3, 0.7], np.float32)  # guesses are the first two tokens
+  p = np.array([0, 0, 0.3, 0.7], np.float32)  # draft tokens are the first two tokens
   q = jnp.eye(4)[None, :2]
   keys = jax.random.split(jax.random.key(0), 1)
   logits = jnp.broadcast_to(jnp.log(p), (1, 3, 4))
@@ -542,7 +542,7 @@ def test_longest_accepted_path_is_selected(name):
 
 @pytest.mark.parametrize("name", LOSSY)
 def test_lossy_verifier_accepts_more_than_the_argmax_at_temperature_0(name):
-  """The improbable guess is rejected. The next token is the argmax after the accepted guess."""
+  """The improbable draft token is rejected; the next token is the argmax after the accepted one."""
   p = jnp.broadcast_to(jnp.array([[0.5, 0.45, 0.05], [0.1, 0.1, 0.8]]), (3, 2, 3))
   verifier = dataclasses.replace(LOSSY[name], sampling=Sampling(temperature=0.0))
   keys = jax.random.split(jax.random.key(0), 3)

@@ -11,7 +11,6 @@ import functools
 import os
 import pathlib
 from collections.abc import Callable
-from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -21,10 +20,18 @@ from scipy import optimize, stats
 from specdec_jax.core.decode import Decoder, DecodeState, NullDraft
 from specdec_jax.core.sampling import Sampling
 from specdec_jax.core.trees import Tree
-from specdec_jax.core.types import DecodeResult, Draft, Loaded, Params, Proposal
+from specdec_jax.core.types import (
+  DecodeResult,
+  Draft,
+  Loaded,
+  Params,
+  Proposal,
+  WrappedDraft,
+  WrappedModel,
+)
 from specdec_jax.core.verify.tokens import TokenVerifier
-from specdec_jax.core.wrappers import WrappedDraft, WrappedModel
-from specdec_jax.measure import speed, timing
+from specdec_jax.measure import speed
+from specdec_jax.measure.costs import Looped, Parts, interleaved_seconds, timed
 from specdec_jax.models.config import GPTConfig, T5Config
 from specdec_jax.models.families import Config, init_params, module_of
 from specdec_jax.models.kernels import skinny
@@ -326,7 +333,8 @@ def start(target, draft, target_params, draft_params, prompt, limit) -> DecodeSt
   return decoder.init(Params(target_params, draft_params), prompt, jax.random.key(0), limit)
 
 
-class FixedCost(NamedTuple):
+@dataclasses.dataclass(frozen=True)
+class FixedCost:
   """Call to which `know_costs` assigns a duration."""
 
   seconds: float
@@ -334,11 +342,13 @@ class FixedCost(NamedTuple):
 
 def know_costs(monkeypatch) -> None:
   """Make `measure_speed` use fixed costs for the parts of a round, for one gamma."""
-  # Each part is timed with 0 and with CHAIN iterations, in the order of `round_costs`.
-  calls = [FixedCost(1e-3 * milliseconds) for milliseconds in (1, 5, 1, 7, 1, 9, 1, 3)]
 
-  def timed(call):
-    return (call.seconds, None) if isinstance(call, FixedCost) else timing.timed(call)
+  def looped(milliseconds):
+    return Looped(FixedCost(1e-3), FixedCost(1e-3 * milliseconds))
 
-  monkeypatch.setattr(speed, "round_calls", lambda *args: calls)
-  monkeypatch.setattr(speed, "timed", timed)
+  def run(call):
+    return (call.seconds, None) if isinstance(call, FixedCost) else timed(call)
+
+  parts = Parts(looped(5), [looped(7)], [looped(9)], [looped(3)])
+  monkeypatch.setattr(speed, "round_calls", lambda *args: parts)
+  monkeypatch.setattr(speed, "interleaved_seconds", functools.partial(interleaved_seconds, run=run))

@@ -10,10 +10,9 @@ import jax.numpy as jnp
 import numpy as np
 import tiny
 
-from specdec_jax.checkpoints.folder import save_model
-from specdec_jax.data.sentence_pieces import train_sentence_pieces
+from specdec_jax.checkpoints.save import save_model
+from specdec_jax.data.pieces import train_sentence_pieces, train_word_pieces
 from specdec_jax.data.vocabularies import open_vocabulary
-from specdec_jax.data.word_pieces import train_word_pieces
 from specdec_jax.drafts.heads import AnyConfig, init_params
 from specdec_jax.load import load_pair
 from specdec_jax.pair import Pair
@@ -28,8 +27,8 @@ SENTENCES = [f"{who} {does} {what}" for who in _WHO for does in _DOES for what i
 def folder() -> pathlib.Path:
   """Return a folder with `vocabulary.model` and one subfolder per model, created once per session.
 
-  Guesses of the draft `near` are often accepted, guesses of `random` rarely, and guesses of
-  `target` always. `small` is a model for a smaller vocabulary.
+  Draft tokens of the draft `near` are often accepted, draft tokens of `random` rarely, and draft
+  tokens of `target` always. `small` is a model for a smaller vocabulary.
   """
   path = pathlib.Path(_folder().name)
   train_sentence_pieces([*SENTENCES, "[/b]", *"[]/0123456789"], str(path / "vocabulary.model"), 72)
@@ -40,10 +39,10 @@ def folder() -> pathlib.Path:
   )
   small = tiny.config(vocab_size=60, layers=1)
   params = random_params(cfg, 0)
-  save_model(str(path / "target"), cfg, params)
-  save_model(str(path / "near"), cfg, jax.tree.map(_noisy(0.1), params))
-  save_model(str(path / "random"), other, random_params(other, 2))
-  save_model(str(path / "small"), small, random_params(small, 3))
+  save_model(str(path / "target"), cfg, params, dtype=jnp.bfloat16)
+  save_model(str(path / "near"), cfg, jax.tree.map(_noisy(0.1), params), dtype=jnp.bfloat16)
+  save_model(str(path / "random"), other, random_params(other, 2), dtype=jnp.bfloat16)
+  save_model(str(path / "small"), small, random_params(small, 3), dtype=jnp.bfloat16)
   return path
 
 
@@ -62,9 +61,9 @@ def gpt_folder() -> pathlib.Path:
     vocab_size=size, layers=1, emb_dim=8, gated=True, biases=False, num_positions=None
   )
   params = random_params(cfg, 0)
-  save_model(str(path / "target"), cfg, params)
-  save_model(str(path / "near"), cfg, jax.tree.map(_noisy(0.1), params))
-  save_model(str(path / "random"), other, random_params(other, 2))
+  save_model(str(path / "target"), cfg, params, dtype=jnp.bfloat16)
+  save_model(str(path / "near"), cfg, jax.tree.map(_noisy(0.1), params), dtype=jnp.bfloat16)
+  save_model(str(path / "random"), other, random_params(other, 2), dtype=jnp.bfloat16)
   return path
 
 
@@ -93,7 +92,7 @@ def changed(pair: Pair, draft=None, draft_params=None, **target) -> Pair:
 
   Args:
     pair: target and draft.
-    draft: function of (sampling, tree) that returns the draft.
+    draft: function of (sampling, tree, options) that returns the draft.
     draft_params: parameters of the draft; None for those of the pair's draft.
     target: changed fields of `pair.target`.
   """

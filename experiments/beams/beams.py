@@ -3,7 +3,6 @@
 Axis letters are those of `beam_search`.
 """
 
-import dataclasses
 import functools
 import itertools
 from collections.abc import Iterable, Iterator, Sequence
@@ -21,21 +20,74 @@ from specdec_jax.core.loading import DecodeSettings
 from specdec_jax.core.sampling import Sampling
 from specdec_jax.data.quality import quality
 from specdec_jax.errors import InputError
-from specdec_jax.measure.measure import settings_to_measure
-from specdec_jax.measure.records import Record
-from specdec_jax.measure.reporting.columns import records_table
-from specdec_jax.measure.reporting.tables import (
+from specdec_jax.measure.costs import interleaved_medians
+from specdec_jax.measure.records import Record, settings_to_measure
+from specdec_jax.measure.sweep import Report, Step, sweep
+from specdec_jax.measure.tables import (
+  GAMMA,
+  Column,
   Table,
   measured_with,
   models_text,
+  records_table,
 )
-from specdec_jax.measure.sweep import Report, Step, sweep
-from specdec_jax.measure.timing import interleaved_medians
 from specdec_jax.pair import Pair
 
-BEAMS = ("beams", "draft_beams", "gamma", "beam_nodes", "steps", "beam_round", "predicted_beams")
-
-BEAMS += ("speedup_beams", "identical_beams", "bleu")
+BEAMS = (
+  Column("beams", lambda r: r.settings.beams or 1),
+  Column("draft beams", lambda r: r.settings.draft_beams or 0, "", "beam size of the draft"),
+  GAMMA,
+  Column(
+    "nodes",
+    lambda r: (
+      r.settings.beam_nodes
+      or (r.settings.beams or 1) + r.settings.gamma * (r.settings.draft_beams or 0)
+    ),
+    "",
+    "nodes per target forward pass",
+  ),
+  Column(
+    "steps",
+    "outputs.tokens_per_round",
+    ".2f",
+    "search steps per target forward pass; 1 for plain beam search",
+  ),
+  Column(
+    "round",
+    lambda r: r.times.round_ms / r.times.target_step_ms,
+    ".2f",
+    "time of a round, drafting included / time of a round of plain beam search",
+  ),
+  Column(
+    "predicted",
+    "times.predicted_measured_cost",
+    ".2f",
+    "predicted speedup for a long text: steps / round",
+  ),
+  Column(
+    "speedup",
+    "times.speedup",
+    ".2f",
+    "measured speedup of complete searches, prefill included, over this package's plain beam "
+    "search; interleaved repeats",
+  ),
+  Column(
+    "identical",
+    lambda r: (
+      ("yes" if r.outputs.identical else "NO")
+      + (f", {r.outputs.ties} tied" if r.outputs.ties else "")
+    ),
+    "",
+    "whether all texts, their order and their scores (to 1e-5) are those of plain beam search; "
+    "rows with equal scores in another order are counted as tied",
+  ),
+  Column(
+    "BLEU",
+    lambda r: f"{r.outputs.quality:.1f} ({r.outputs.baseline_quality:.1f})",
+    "",
+    "score of the best text; that of plain beam search in brackets",
+  ),
+)
 
 TIE = 1e-5  # scores that differ by less are equal, because their sums may be rounded differently
 
@@ -80,7 +132,7 @@ def beams(
   if references is not None and len(references) != len(texts):
     raise InputError(f"There are {len(texts)} texts but {len(references)} references.")
   decode_settings = DecodeSettings(Sampling(temperature=0.0), batch_size, max_new_tokens)
-  (setting,) = settings_to_measure(pair, texts, [decode_settings], [1])
+  (setting,) = settings_to_measure(pair, texts, [decode_settings], [1], repeats=repeats or None)
   # With timing, each prompt is padded as little as possible. Otherwise all prompts share a program.
   prompt_width = None if repeats else pair.prompt(texts).shape[1]
   prompts = []
@@ -96,8 +148,7 @@ def beams(
         draft_beams = factor * num_beams
         searcher = pair.beam_searcher(num_beams, gamma, draft_beams, nodes=nodes)
         settings.append(
-          dataclasses.replace(
-            setting,
+          setting.replace(
             beams=num_beams,
             length_penalty=length_penalty,
             draft_beams=draft_beams,
@@ -121,29 +172,26 @@ def _measure(
   report: Report,
 ) -> list[Record]:
   """Measure searches with one beam size, interleaved on each prompt, and return their records."""
-  num_beams, penalty = settings[0].beams or 1, settings[0].length_penalty or 0.0
+  wanted = [setting.settings for setting in settings]
+  num_beams, penalty = wanted[0].beams or 1, wanted[0].length_penalty or 0.0
   searchers = [pair.beam_searcher(num_beams, 0, None, penalty)]
   searchers += [
-    pair.beam_searcher(num_beams, r.gamma, r.draft_beams, penalty, r.beam_nodes) for r in settings
+    pair.beam_searcher(num_beams, each.gamma, each.draft_beams, penalty, each.beam_nodes)
+    for each in wanted
   ]
-  limit = settings[0].max_new_tokens or 1
+  limit = wanted[0].max_new_tokens or 1
   if not repeats:
     prompts, order = _sorted_by_steps(searchers[0], pair, prompts, num_texts, limit)
     references = references and [references[i] for i in order]
   batches: list[list[BeamResult]] = [[] for _ in searchers]  # results of each search
   seconds = []  # seconds of each search, and of its prefill
   for i, prompt in enumerate(prompts):
-    searches = [
-      functools.partial(searcher.run, pair.params, prompt, max_new_tokens=limit)
-      for searcher in searchers
-    ]
+    arguments = dict(params=pair.params, prompt=prompt, max_new_tokens=limit)
+    searches = [functools.partial(searcher.run, **arguments) for searcher in searchers]
     if repeats:
-      prefills = [
-        functools.partial(_init, searcher, pair.params, prompt, max_new_tokens=limit)
-        for searcher in searchers
-      ]
-      medians, results = interleaved_medians([*searches, *prefills], repeats)
-      seconds.append(np.reshape(medians, (2, -1)))
+      prefills = [functools.partial(_init, searcher, **arguments) for searcher in searchers]
+      medians, (results, _) = interleaved_medians((searches, prefills), repeats)
+      seconds.append(medians)
     else:
       results = [search() for search in searches]
     for results_of_search, result in zip(batches, results):
@@ -163,8 +211,7 @@ def _measure(
     same, tied = compare(plain, result)
     num_passes = int((result.steps > 0).sum())
     steps_per_pass = float(result.steps.sum() / num_passes)
-    record = dataclasses.replace(
-      setting,
+    record = setting.replace(
       num_tokens=int(result.lengths[:, 0].sum()),
       rounds=num_passes,
       tokens_per_round=steps_per_pass,
@@ -175,8 +222,7 @@ def _measure(
       baseline_quality=plain_bleu,
     )
     if search_seconds is not None and round_seconds is not None:
-      record = dataclasses.replace(
-        record,
+      record = record.replace(
         target_step_ms=1e3 * float(round_seconds[0]),
         round_ms=1e3 * float(round_seconds[i]),
         predicted_measured_cost=steps_per_pass * float(round_seconds[0] / round_seconds[i]),
@@ -265,6 +311,6 @@ def beams_table(records: Sequence[Record]) -> Table:
   All records have the same pair and texts.
   """
   first = records[0]
-  title = f"{models_text(first)}: beam search, {first.num_examples} texts, "
-  title += f"batch {first.batch_size}, {first.device}"
+  title = f"{models_text(first)}: beam search, {first.settings.num_examples} texts, "
+  title += f"batch {first.settings.batch_size}, {first.device}"
   return records_table(title, records, BEAMS, [measured_with(records)])

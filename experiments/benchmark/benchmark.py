@@ -23,9 +23,14 @@ from specdec_jax.core.atomic_files import atomic_write
 from specdec_jax.core.loading import DecodeSettings
 from specdec_jax.core.sampling import Sampling, row_keys
 from specdec_jax.core.trees import chain
-from specdec_jax.measure.costs import Costs, round_calls, round_costs
-from specdec_jax.measure.measure import settings_to_measure
-from specdec_jax.measure.timing import interleaved_medians
+from specdec_jax.measure.costs import (
+  Costs,
+  Starts,
+  interleaved_medians,
+  round_calls,
+  round_costs,
+)
+from specdec_jax.measure.records import settings_to_measure
 from specdec_jax.pair import Pair
 
 GAMMA = 7
@@ -86,8 +91,8 @@ def _setting(pair: Pair, sentences: Sequence[str]) -> dict[str, str]:
   (setting,) = settings_to_measure(pair, sentences, [settings], [GAMMA])
   return {
     "device": setting.device,
-    "kernels": setting.kernels,
-    "versions": f"specdec_jax {setting.specdec_version}, jax {setting.jax_version}",
+    "kernels": setting.models.kernels,
+    "versions": f"specdec_jax {setting.origin.specdec_version}, jax {setting.origin.jax_version}",
   }
 
 
@@ -105,10 +110,10 @@ def ratios(pair: Pair, sentences: Sequence[str]) -> dict[str, float]:
 def _costs(pair: Pair, prompt: Array) -> Costs:
   """Measure costs as `measure_costs` does, but without the prefill, which is slow to compile."""
   draft = pair.draft.build(Sampling(0.0), chain(GAMMA))
-  seconds, _ = interleaved_medians(
+  parts, _ = interleaved_medians(
     round_calls(pair, [draft], prompt, Sampling(0.0), LIMIT), repeats=9
   )
-  return round_costs((math.nan, math.nan), seconds, [GAMMA])[0]
+  return round_costs(Starts(math.nan, math.nan), parts, [GAMMA])[0]
 
 
 def _speedup(pair: Pair, prompts: Sequence[Array], sampling: Sampling) -> float:

@@ -7,26 +7,31 @@ from specdec_jax.core.loading import DecodeSettings
 from specdec_jax.core.sampling import Sampling
 from specdec_jax.core.types import Verifier
 from specdec_jax.drafts.composed import LoadsDraft
-from specdec_jax.measure.measure import speed_steps
 from specdec_jax.measure.records import Record
-from specdec_jax.measure.reporting.charts import bar_chart
-from specdec_jax.measure.reporting.columns import cell, headings
-from specdec_jax.measure.reporting.html import Section, html_table, page
-from specdec_jax.measure.reporting.markup import Markup
-from specdec_jax.measure.reporting.record_charts import figures_with_note
-from specdec_jax.measure.reporting.tables import (
+from specdec_jax.measure.report import Bar, Chart, Section, page
+from specdec_jax.measure.speed import speed_steps
+from specdec_jax.measure.sweep import sweep
+from specdec_jax.measure.tables import (
+  ALPHA,
+  BANDWIDTH_BOUND,
+  DRAFT_MB,
+  IDENTICAL,
+  LENGTH,
   MISSING,
+  SPEEDUP,
+  C,
+  Column,
   Table,
+  V,
   measured_with,
   models_text,
 )
-from specdec_jax.measure.speed import Timing
-from specdec_jax.measure.sweep import sweep
 from specdec_jax.pair import Pair
 
 DRAFTS_LEGEND = {
   "alpha": "acceptance rate of the first draft token (in a tree: of the first child) at every "
-  "token, with its 95% interval; a draft that learns from outcomes has none",
+  "token, with its 95% interval; a draft that learns from outcomes has none, and neither has a "
+  "verifier other than TokenVerifier",
   "length": "acceptance length: tokens per target forward pass",
   "cost ratio c": "time of a draft step / time of a step of autoregressive decoding, at the lowest "
   "temperature; a draft that stops early has neither c nor a prediction, because its rounds "
@@ -64,7 +69,7 @@ def compare_drafts(
     texts: sources.
     output_dir: folder for the files; settings recorded there already are not measured again.
     drafts: functions that load the other drafts.
-    verifiers: other verifiers for the draft of the pair. Each is a class of `core.verify` or a
+    verifiers: other verifiers for the draft of the pair. Each is a `Verifier` class or a
       function from a sampling method to a verifier. They are measured only at temperatures above 0,
       because all exact verifiers accept the same tokens at temperature 0.
     drafts_with_verifiers: pairs of a function that loads a draft and a verifier for this draft.
@@ -86,7 +91,7 @@ def compare_drafts(
   ]
   measurements += [(pair.with_draft(draft(pair.target)), settings) for draft in drafts]
   measurements += [
-    (pair.with_draft(draft(pair.target))._replace(verifier=verifier), settings)
+    (dataclasses.replace(pair.with_draft(draft(pair.target)), verifier=verifier), settings)
     for draft, verifier in drafts_with_verifiers
   ]
   sweep(
@@ -94,7 +99,7 @@ def compare_drafts(
     lambda: [
       step
       for pair_with_draft, its_settings in measurements
-      for step in speed_steps(pair_with_draft, texts, its_settings, [gamma], Timing(repeats))
+      for step in speed_steps(pair_with_draft, texts, its_settings, [gamma], repeats)
     ],
     lambda measured: [drafts_table(measured)],
     lambda measured: drafts_report(measured, f"Drafts: {pair.task or measured[0].target_label}"),
@@ -104,11 +109,13 @@ def compare_drafts(
 def drafts_table(records: Sequence[Record]) -> Table:
   """Return a table with one row per draft and verifier. All records share target and texts."""
   first = records[0]
-  temperatures = sorted({r.temperature for r in records})
+  temperatures = sorted({r.settings.temperature for r in records})
   rows = []
-  for draft, verifier in dict.fromkeys((r.draft, r.verifier) for r in records):
+  for draft, verifier in dict.fromkeys((r.models.draft, r.settings.verifier) for r in records):
     by_temperature = {
-      r.temperature: r for r in records if (r.draft, r.verifier) == (draft, verifier)
+      r.settings.temperature: r
+      for r in records
+      if (r.models.draft, r.settings.verifier) == (draft, verifier)
     }
     coldest = by_temperature[min(by_temperature)]
     ordered = [by_temperature.get(temperature) for temperature in temperatures]
@@ -116,15 +123,15 @@ def drafts_table(records: Sequence[Record]) -> Table:
       (
         draft,
         verifier.removesuffix("Verifier"),
-        *_cells("alpha", ordered),
-        *_cells("length", ordered),
-        cell("c", coldest),
-        cell("v", coldest),
-        *(_predicted(r) for r in ordered),
-        cell("bandwidth_bound", coldest),
-        *_cells("speedup", ordered),
-        cell("draft_mb", coldest),
-        cell("identical", coldest),
+        *_cells(ALPHA, ordered),
+        *_cells(LENGTH, ordered),
+        C.cell(coldest),
+        V.cell(coldest),
+        *_cells(PREDICTED, ordered),
+        BANDWIDTH_BOUND.cell(coldest),
+        *_cells(SPEEDUP, ordered),
+        DRAFT_MB.cell(coldest),
+        IDENTICAL.cell(coldest),
       )
     )
   columns = (
@@ -132,49 +139,58 @@ def drafts_table(records: Sequence[Record]) -> Table:
     "verifier",
     *(f"alpha, T = {t:g}" for t in temperatures),
     *(f"length, T = {t:g}" for t in temperatures),
-    *headings(("c", "v")),
+    C.heading,
+    V.heading,
     *(f"predicted, T = {t:g}" for t in temperatures),
     "bandwidth-bound",
     *(f"speedup, T = {t:g}" for t in temperatures),
     "MB",
     "identical",
   )
-  title = f"{models_text(first, draft=False)}, gamma {first.gamma}, batch {first.batch_size}, "
-  title += f"{first.num_examples} texts, {first.device}"
+  settings = first.settings
+  title = f"{models_text(first, draft=False)}, gamma {settings.gamma}, "
+  title += f"batch {settings.batch_size}, {settings.num_examples} texts, {first.device}"
   return Table(title, columns, tuple(rows), (measured_with(records),), DRAFTS_LEGEND)
 
 
-def _predicted(r: Record | None) -> str:
-  if r is None or r.c is None or r.tokens_per_round is None or r.verify_cost is None:
-    return MISSING
-  return f"{r.tokens_per_round / (r.gamma * r.c + r.verify_cost):.2f}"
+PREDICTED = Column(
+  "predicted",
+  lambda r: r.outputs.tokens_per_round / (r.settings.gamma * r.times.c + r.times.verify_cost),
+  ".2f",
+)
 
 
-def _cells(name: str, records: Sequence[Record | None]) -> list[str]:
-  return [cell(name, r) if r else MISSING for r in records]
+def _cells(column: Column, records: Sequence[Record | None]) -> list[str]:
+  return [column.cell(r) if r else MISSING for r in records]
 
 
 def drafts_report(records: Sequence[Record], title: str) -> str:
   """Return an HTML page with a chart of the speedups of drafts, and with `drafts_table`."""
-  table = drafts_table(records)
+  note = "The line is autoregressive decoding of the same target."
   return page(
     title,
     records,
-    Section("Speedup over autoregressive decoding", draft_charts(records)),
-    Section("Measured drafts", html_table(table)),
+    [
+      Section("Speedup over autoregressive decoding", charts=draft_charts(records), note=note),
+      Section("Measured drafts", drafts_table(records)),
+    ],
   )
 
 
-def draft_charts(records: Sequence[Record]) -> Markup:
+def draft_charts(records: Sequence[Record]) -> list[Chart]:
   """Return one chart per temperature, with the speedup of each draft, fastest first."""
   charts = []
-  for temperature in sorted({r.temperature for r in records}):
-    measured = [r for r in records if r.temperature == temperature and r.speedup is not None]
-    default = measured[0].verifier if measured else ""
-    speedups = [
-      (r.draft + ("" if r.verifier == default else f", {r.verifier}"), r.speedup or 0.0)
-      for r in measured
+  for temperature in sorted({r.settings.temperature for r in records}):
+    of_temperature = [r for r in records if r.settings.temperature == temperature]
+    default = of_temperature[0].settings.verifier
+    bars = [
+      Bar(
+        r.models.draft + ("" if r.settings.verifier == default else f", {r.settings.verifier}"),
+        r.times.speedup,
+        f"{r.times.speedup:.2f}",
+      )
+      for r in of_temperature
+      if r.times.speedup is not None
     ]
-    speedups.sort(key=lambda pair: -pair[1])
-    charts.append(bar_chart(f"Temperature {temperature:g}", "measured speedup", speedups))
-  return figures_with_note(charts, "The dotted line is autoregressive decoding of the same target.")
+    charts.append(Chart(f"Temperature {temperature:g}", sorted(bars, key=lambda bar: -bar.value)))
+  return charts

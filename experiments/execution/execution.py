@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from specdec_jax.measure.machine import provenance
-from specdec_jax.measure.reporting.tables import Table
+from specdec_jax.measure.tables import Table
 from specdec_jax.theory import beta, expected_seconds, speculative_execution
 
 EXECUTION_LEGEND = {

@@ -7,8 +7,8 @@ python -m experiments.figures.figures --figure 1 --gin_file experiments/gpt_like
 """
 
 import argparse
-import dataclasses
 import math
+import operator
 import pathlib
 import statistics
 from collections.abc import Iterable, Sequence
@@ -22,17 +22,17 @@ from matplotlib.patches import Patch, Rectangle
 
 from experiments.paper.paper import PaperRow, load_table
 from specdec_jax import theory
-from specdec_jax.commands.translate import decode_lines
 from specdec_jax.core.atomic_files import atomic_write
 from specdec_jax.core.loading import DecodeSettings
 from specdec_jax.core.sampling import Sampling
 from specdec_jax.core.trees import chain
 from specdec_jax.errors import InputError
-from specdec_jax.measure.records import Record, key, read
-from specdec_jax.measure.reporting.rounds import Round, read_rounds
-from specdec_jax.measure.reporting.tables import sampling_text
+from specdec_jax.measure.records import Record, read
+from specdec_jax.measure.rounds import Round, read_rounds
+from specdec_jax.measure.tables import sampling_text
 from specdec_jax.pair import Pair
 from specdec_jax.run import parse_gin
+from specdec_jax.serve.lines import decode_lines
 
 # Colours that colour-blind readers can distinguish (Okabe and Ito).
 BLUE, SKY, GREEN, RED = "#0072B2", "#56B4E9", "#009E73", "#D55E00"
@@ -122,16 +122,20 @@ def timeline_figure(records: Iterable[Record], num_tokens: int = 20):
       measured acceptance length.
   """
   needed = ("target_prefill_ms", "draft_prefill_ms", "target_step_ms", "draft_step_ms", "verify_ms")
-  groups = _by_gamma(records, (*needed, "tokens_per_round"))
+  groups = _by_gamma(records, (*(f"times.{name}" for name in needed), "outputs.tokens_per_round"))
   group = next(iter(groups.values()))
-  typical = {name: statistics.median(getattr(r, name) for r in group) for name in needed}
+  typical = {name: statistics.median(getattr(r.times, name) for r in group) for name in needed}
   rows = [("autoregressive", [("target's encoder", typical["target_prefill_ms"])])]
   rows[0][1].extend([("target", typical["target_step_ms"])] * num_tokens)
   for r in group:
-    num_rounds = math.ceil(num_tokens / r.tokens_per_round)
-    prefill = [("target's encoder", r.target_prefill_ms), ("draft's encoder", r.draft_prefill_ms)]
-    round_ = [*[("draft", r.draft_step_ms)] * r.gamma, ("target", r.verify_ms + (r.accept_ms or 0))]
-    rows.append((f"γ = {r.gamma}", [*prefill, *round_ * num_rounds]))
+    gamma, times = r.settings.gamma, r.times
+    num_rounds = math.ceil(num_tokens / r.outputs.tokens_per_round)
+    blocks = [("target's encoder", times.target_prefill_ms)]
+    blocks += [("draft's encoder", times.draft_prefill_ms)]
+    target = "target", times.verify_ms + (times.accept_ms or 0)
+    rows.append(
+      (f"γ = {gamma}", blocks + [*[("draft", times.draft_step_ms)] * gamma, target] * num_rounds)
+    )
   title = f"{num_tokens} tokens at temperature {sampling_text(group[0])}; {_setting_text(group[0])}"
   return _draw_timeline(rows, title)
 
@@ -192,23 +196,24 @@ def sweep_figure(records: Iterable[Record]):
   Raises:
     InputError: no record has all required values.
   """
-  groups = _by_gamma(records, ("speedup", "predicted_theorem8", "predicted_measured_cost"))
+  needed = "speedup", "predicted_theorem8", "predicted_measured_cost"
+  groups = _by_gamma(records, [f"times.{name}" for name in needed])
   y_labels = ["speed / autoregressive", *[""] * (len(groups) - 1)]
   figure, panels = new_figure(y_labels, share_y=True)
   for axes, group in zip(panels, groups.values()):
-    gammas = [r.gamma for r in group]
-    predicted = [r.predicted_finite_length for r in group]
+    gammas = [r.settings.gamma for r in group]
+    predicted = [r.times.predicted_finite_length for r in group]
     if None in predicted:
-      predicted = [r.predicted_measured_cost for r in group]
-    theorem_8 = [r.predicted_theorem8 for r in group]
+      predicted = [r.times.predicted_measured_cost for r in group]
+    theorem_8 = [r.times.predicted_theorem8 for r in group]
     axes.plot(gammas, theorem_8, "^--", color=GREY, label="Theorem 8: v = 1, long texts")
     axes.plot(gammas, predicted, "s:", color=ORANGE, label="predicted with measured costs")
-    axes.plot(gammas, [r.speedup for r in group], "o-", color=BLUE, label="measured")
+    axes.plot(gammas, [r.times.speedup for r in group], "o-", color=BLUE, label="measured")
     axes.axhline(1, color=GREY, linewidth=0.8, linestyle=":")
     axes.set(xlabel="γ", xticks=gammas, ylim=(0, None))
-    simulated = " (simulated)" if group[0].acceptance == "simulated" else ""
+    simulated = " (simulated)" if group[0].models.simulated else ""
     axes.set_title(
-      f"{group[0].draft}{simulated}, temperature {sampling_text(group[0])}", fontsize=NORMAL
+      f"{group[0].models.draft}{simulated}, temperature {sampling_text(group[0])}", fontsize=NORMAL
     )
   handles, _ = panels[0].get_legend_handles_labels()
   figure.legend(handles=handles, loc="outside lower center", ncols=3, frameon=False, fontsize=SMALL)
@@ -221,24 +226,26 @@ def _by_gamma(records: Iterable[Record], needed: Sequence[str]) -> dict[tuple, l
 
   Args:
     records: records. If several have the same setting, the last one is used.
-    needed: fields that must not be None in a record.
+    needed: paths of fields that must not be None in a record.
 
   Raises:
     InputError: no record has all these fields.
   """
-  latest = {key(r): r for r in records if all(getattr(r, name) is not None for name in needed)}
+  values = operator.attrgetter(*needed)
+  latest = {r.key: r for r in records if None not in values(r)}
   if not latest:
     raise InputError(f"No record has all of {', '.join(needed)}; give a file of measured speed.")
   groups: dict[tuple, list[Any]] = {}  # not Record: its needed fields are not None
-  for r in sorted(latest.values(), key=lambda r: r.gamma):
-    groups.setdefault(key(dataclasses.replace(r, gamma=0)), []).append(r)
-  order = [key(dataclasses.replace(r, gamma=0)) for r in latest.values()]
+  for r in sorted(latest.values(), key=lambda r: r.settings.gamma):
+    groups.setdefault(r.replace(gamma=0).key, []).append(r)
+  order = [r.replace(gamma=0).key for r in latest.values()]
   return {group_key: groups[group_key] for group_key in dict.fromkeys(order)}
 
 
 def _setting_text(r: Record) -> str:
   """Describe the setting of a figure."""
-  return f"{r.subject}, {r.num_examples} texts, batch {r.batch_size}, {r.dtype}, {r.device}"
+  texts = f"{r.settings.num_examples} texts, batch {r.settings.batch_size}"
+  return f"{r.subject}, {texts}, {r.models.dtype}, {r.device}"
 
 
 # From a decoded text.
@@ -360,18 +367,20 @@ def drafts_figure(records: Sequence[Record]):
   Each point is a draft with a verifier. Time is in steps of autoregressive decoding. The slope of
   the line from the origin through a point is the speedup.
   """
-  temperatures = sorted({r.temperature for r in records})
-  drafts = [*dict.fromkeys((r.draft, r.verifier) for r in records)]
+  temperatures = sorted({r.settings.temperature for r in records})
+  drafts = [*dict.fromkeys((r.models.draft, r.settings.verifier) for r in records)]
   labels = ["tokens per round"] * len(temperatures)
   figure, panels = new_figure(labels, width=6.0 * len(temperatures), height=6.5, share_y=True)
   for axes, temperature in zip(panels, temperatures):
     points = {
-      (r.draft, r.verifier): (r.tokens_per_round / r.speedup, r.tokens_per_round)
+      (r.models.draft, r.settings.verifier): (length / speedup, length)
       for r in records
-      if r.temperature == temperature and r.speedup and r.tokens_per_round
+      if r.settings.temperature == temperature
+      and (speedup := r.times.speedup)
+      and (length := r.outputs.tokens_per_round)
     }
     right = 1.15 * max(cost for cost, _ in points.values())
-    top = 1.1 * max(r.tokens_per_round for r in records if r.tokens_per_round)
+    top = 1.1 * max(r.outputs.tokens_per_round for r in records if r.outputs.tokens_per_round)
     for speedup in (0.5, 1.0, 1.5, 2.0):
       end = min(right, top / speedup)
       style = dict(color=GREY, linewidth=1, linestyle="-" if speedup == 1 else ":", zorder=0)
@@ -433,7 +442,7 @@ def trace(pair: Pair, text: str, gamma: int = 7, temperature: float = 0.0, seed:
     seed: random seed.
   """
   settings = DecodeSettings(Sampling(temperature), max_new_tokens=64, seed=seed)
-  ((_, (decoded,)),) = decode_lines(pair, [text], chain(gamma), settings)
+  ((_, decoded),) = decode_lines(pair, [text], chain(gamma), settings)
   rounds = read_rounds(decoded, 0, pair.vocabulary.pieces)
   count = f"{int(decoded.lengths[0])} tokens from {len(rounds)} target forward passes"
   title = f"{count}, γ = {gamma}, temperature {temperature:g}"
@@ -456,7 +465,8 @@ def draw(args: argparse.Namespace):
     return sweep_figure(records)
   if args.figure == "drafts":
     return drafts_figure(records)
-  return timeline_figure([r for r in records if r.temperature == args.temperature], args.num_tokens)
+  records = [r for r in records if r.settings.temperature == args.temperature]
+  return timeline_figure(records, args.num_tokens)
 
 
 def trace_of_gin_file(args: argparse.Namespace):

@@ -5,7 +5,6 @@ that `calibrate` chooses), drafts that stop early, and the adaptive gamma (`Adap
 policies are compared with oracles that know which draft tokens are accepted.
 """
 
-import dataclasses
 import functools
 import itertools
 import os
@@ -26,23 +25,46 @@ from specdec_jax.core.trees import chain
 from specdec_jax.core.types import DecodeResult
 from specdec_jax.drafts.composed import stopping_draft
 from specdec_jax.errors import InputError
-from specdec_jax.measure.calibrate import GAMMAS, calibrate
-from specdec_jax.measure.choice import Calibration
-from specdec_jax.measure.measure import settings_to_measure
-from specdec_jax.measure.records import Record, read
-from specdec_jax.measure.reporting.columns import records_table
-from specdec_jax.measure.reporting.tables import (
-  Table,
-)
+from specdec_jax.measure.calibrate import GAMMAS, Calibration, calibrate
+from specdec_jax.measure.costs import interleaved_medians
+from specdec_jax.measure.records import Record, read, settings_to_measure
 from specdec_jax.measure.sweep import Report, Step, sweep
-from specdec_jax.measure.timing import interleaved_medians
+from specdec_jax.measure.tables import (
+  GAMMA,
+  LENGTH,
+  SPEEDUP,
+  TEMPERATURE,
+  Column,
+  Table,
+  records_table,
+)
 from specdec_jax.pair import Pair
 
-GAMMA = ("temperature", "batch", "policy", "gamma", "alpha_only", "length", "predicted_policy")
+COLUMNS = (
+  TEMPERATURE,
+  Column("batch", "settings.batch_size"),
+  Column("policy", lambda r: r.models.draft.rpartition(", ")[2]),
+  GAMMA,
+  Column("alpha", "outputs.alpha", ".2f", "acceptance rate over the target's text"),
+  LENGTH,
+  Column(
+    "predicted",
+    "times.predicted_finite_length",
+    ".2f",
+    "speedup over autoregressive decoding that the policy predicts",
+  ),
+  SPEEDUP,
+  Column(
+    "AUC",
+    "outputs.auc",
+    ".3f",
+    "area under the ROC curve of the policy's score as a predictor of acceptance",
+  ),
+)
 
-GAMMA += ("speedup", "auc")
-
-PRIOR_GUESSES = 25.0  # weight of the calibration's alpha, in draft tokens, in the adaptive policy
+PRIOR_DRAFT_TOKENS = (
+  25.0  # weight of the calibration's alpha, in draft tokens, in the adaptive policy
+)
 
 
 GOAL = 0.7  # acceptance rate that the adaptive threshold keeps
@@ -116,7 +138,8 @@ def gamma(
   def steps() -> Iterator[Step]:
     for sampling, batch_size in itertools.product(map(Sampling, temperatures), batch_sizes):
       settings = DecodeSettings(sampling, batch_size, max_new_tokens, seed)
-      (setting,) = settings_to_measure(pair, texts, [settings], [max(gammas)])
+      most = [max(gammas)]
+      (setting,) = settings_to_measure(pair, texts, [settings], most, repeats=repeats)
       yield Step(
         f"temperature {sampling.temperature:g}, batch {batch_size}",
         # This record is the last, so that a run that was interrupted measures all policies again.
@@ -157,8 +180,8 @@ class _Study(NamedTuple):
 
 def _policy_record(setting: Record, name: str, gamma: int, **measured: Any) -> Record:
   """Return the record of a policy, with measurements."""
-  draft = f"{setting.draft}, {name}"
-  return dataclasses.replace(setting, draft=draft, gamma=gamma, **measured)
+  draft = f"{setting.models.draft}, {name}"
+  return setting.replace(draft=draft, gamma=gamma, **measured)
 
 
 def _policies(study: _Study) -> list[Policy]:
@@ -181,7 +204,7 @@ def _policies(study: _Study) -> list[Policy]:
     decoder.run,
     pair.params,
     round_costs=jnp.array([calibration.round_cost(gamma) for gamma in gammas]),
-    prior=PRIOR_GUESSES * jnp.array([calibration.alpha, 1 - calibration.alpha]),
+    prior=PRIOR_DRAFT_TOKENS * jnp.array([calibration.alpha, 1 - calibration.alpha]),
   )
   ordered = tuple(sorted(drafts, key=lambda draft: draft.tree.depth))
   schedule = ScheduledDecoder(pair.target.model, ordered, decoder.verifier, decoder.eos_id)
@@ -206,13 +229,13 @@ def _measure(
 ) -> Iterator[Record]:
   """Measure all policies, interleaved; yield records of oracles, confidence scores and policies."""
   pair, sampling, gammas, thresholds, calibration = study
-  size, limit = setting.batch_size, setting.max_new_tokens
+  size, limit = setting.settings.batch_size, setting.settings.max_new_tokens
   policies = _policies(study)
   width = pair.prompt(texts).shape[1]
   prompts = [pair.prompt(texts[i : i + size], width) for i in range(0, len(texts), size)]
   seconds, outputs = np.zeros(len(policies)), []
   for i, prompt in enumerate(prompts):
-    keys = row_keys(setting.seed, i * size, len(prompt))
+    keys = row_keys(setting.settings.seed, i * size, len(prompt))
     calls = [functools.partial(p.decode, prompt, rng=keys, max_new_tokens=limit) for p in policies]
     medians, decoded = interleaved_medians(calls, repeats)
     seconds += medians
@@ -226,8 +249,7 @@ def _measure(
     for row in acceptances(pair, prompt, decoded, sampling)
   ]
   baseline_tokens_per_s = num_tokens(autoregressive) / float(seconds[0])
-  setting = dataclasses.replace(
-    setting,
+  setting = setting.replace(
     alpha=float(np.concatenate(accepted).mean()),
     num_tokens=num_tokens(autoregressive),
     baseline_tokens_per_s=baseline_tokens_per_s,
@@ -268,4 +290,4 @@ def _measure(
 
 def gamma_table(records: Sequence[Record]) -> Table:
   """Return a table of policies that choose gamma, with one row per record."""
-  return records_table("Policies that choose gamma", records, GAMMA)
+  return records_table("Policies that choose gamma", records, COLUMNS)

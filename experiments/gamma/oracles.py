@@ -15,7 +15,7 @@ from specdec_jax.core.sampling import Sampling, distribution
 from specdec_jax.core.trees import chain
 from specdec_jax.core.types import DecodeResult
 from specdec_jax.measure.alpha import draft_probs, teacher_forced_logits
-from specdec_jax.measure.choice import Calibration
+from specdec_jax.measure.calibrate import Calibration
 from specdec_jax.pair import Pair
 
 

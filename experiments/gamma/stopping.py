@@ -14,7 +14,7 @@ from specdec_jax.core.sampling import Sampling
 from specdec_jax.core.trees import chain
 from specdec_jax.core.types import DecodeResult
 from specdec_jax.measure.alpha import draft_probs
-from specdec_jax.measure.choice import Calibration
+from specdec_jax.measure.calibrate import Calibration
 from specdec_jax.pair import Pair
 
 ENTROPY_FACTOR = 0.2  # the value of AdaEDL (Agrawal et al., 2024)

@@ -25,11 +25,11 @@ import numpy as np
 import specdec_jax
 from experiments.peers.huggingface import load_model
 from experiments.tables import measured_on
-from specdec_jax.checkpoints.huggingface import save_huggingface
 from specdec_jax.checkpoints.load import open_checkpoint
+from specdec_jax.checkpoints.save import save_huggingface
 from specdec_jax.load import EMBEDDED
 from specdec_jax.measure.machine import provenance
-from specdec_jax.measure.reporting.tables import Table
+from specdec_jax.measure.tables import Table
 
 PARITY_LEGEND = {
   "ties": "other texts whose scores differ by less than 1e-4",

@@ -15,7 +15,7 @@ class WordPieceVocabulary(seqio.BertWordPieceVocabulary):
   """Seqio's vocabulary of word pieces, corrected for words that consist of several pieces.
 
   Encoding returns a flat sequence of ids, and decoding joins the pieces of a word. The ids equal
-  the ids of `word_pieces.WordPieces`, except for characters that tensorflow_text normalizes and
+  the ids of `pieces.WordPieces`, except for characters that tensorflow_text normalizes and
   BERT's tokenizer does not, such as \u00df (to ss) and \u2026 (to three full stops).
   """
 
@@ -38,5 +38,5 @@ WORD_PIECES = WordPieceVocabulary(
   end_of_sequence_id=1,
 )
 
-_lm1b = tasks.PreparedTfds("lm1b:1.1.0", ("train", "test"))
+_lm1b = tasks.prepared_tfds("lm1b:1.1.0", ("train", "test"))
 tasks.add_task("specdec_lm1b", _lm1b, "", None, "text", WORD_PIECES)

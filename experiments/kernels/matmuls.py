@@ -19,9 +19,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
+from specdec_jax.measure.costs import interleaved_medians, timed
 from specdec_jax.measure.machine import provenance
-from specdec_jax.measure.reporting.tables import Table, number_text
-from specdec_jax.measure.timing import interleaved_medians, timed
+from specdec_jax.measure.tables import Table, number_text
 from specdec_jax.models.kernels import skinny
 
 MATMULS_LEGEND = {

@@ -26,22 +26,16 @@ from specdec_jax.core.decode import Decoder
 from specdec_jax.core.loading import DecodeSettings
 from specdec_jax.core.sampling import Sampling, row_keys
 from specdec_jax.core.trees import chain, require_chain
-from specdec_jax.core.types import Context, DecodeResult, Outcome, Params, Proposal
-from specdec_jax.core.wrappers import WrappedDraft
+from specdec_jax.core.types import Context, DecodeResult, Outcome, Params, Proposal, WrappedDraft
 from specdec_jax.data.text import read_lines
 from specdec_jax.drafts.heads.base import Source
 from specdec_jax.drafts.heads.stateless import SpeculatorDraft, source_of
 from specdec_jax.drafts.retrieval import Datastore, with_texts
 from specdec_jax.errors import InputError
 from specdec_jax.measure import records
-from specdec_jax.measure.measure import settings_to_measure
 from specdec_jax.measure.progress import Progress
-from specdec_jax.measure.records import Record
-from specdec_jax.measure.reporting.formats import render
-from specdec_jax.measure.reporting.tables import (
-  MISSING,
-  Table,
-)
+from specdec_jax.measure.records import Record, settings_to_measure
+from specdec_jax.measure.tables import LENGTH, MISSING, Table, render
 from specdec_jax.models.families import module_of
 from specdec_jax.pair import Pair
 
@@ -213,8 +207,7 @@ class _Comparison:
           (setting,) = settings_to_measure(pair, interval, [settings], [self.gamma])
           for suffix, of_version in (("", frozen_outputs), (f", {version}", outputs)):
             measured.append(
-              dataclasses.replace(
-                setting,
+              setting.replace(
                 task=pathlib.Path(path).name,
                 draft=pair.draft.name + suffix,
                 num_tokens=num_tokens(of_version),
@@ -222,9 +215,9 @@ class _Comparison:
                 tokens_per_round=num_tokens(of_version) / num_rounds(of_version),
               )
             )
-    with records.open_results(self.output_dir) as path:
-      for record in measured:
-        records.append(path, record)
+    path = records.results_path(self.output_dir)
+    for record in measured:
+      records.append(path, record)
     console = Console(markup=False, soft_wrap=True)
     console.print(render(online_table(measured), "terminal"))
     console.print(f"Records: {self._results}")
@@ -239,13 +232,15 @@ def online_table(measured: Sequence[Record]) -> Table:
   """
   rows, num_texts = [], collections.Counter[str | None]()
   for frozen, changing in zip(measured[::2], measured[1::2], strict=True):
-    first_text = num_texts[frozen.task] + 1
-    num_texts[frozen.task] += frozen.num_examples or 0
-    lengths = (f"{r.tokens_per_round:.2f}" for r in (frozen, changing))
-    rows.append((frozen.task or MISSING, f"{first_text} to {num_texts[frozen.task]}", *lengths))
-  first, version = measured[0], measured[1].draft.removeprefix(f"{measured[0].draft}, ")
+    task, lengths = frozen.settings.task, (LENGTH.cell(r) for r in (frozen, changing))
+    first_text = num_texts[task] + 1
+    num_texts[task] += frozen.settings.num_examples or 0
+    rows.append((task or MISSING, f"{first_text} to {num_texts[task]}", *lengths))
+  first = measured[0]
+  version = measured[1].models.draft.removeprefix(f"{first.models.draft}, ")
   notes = "Tokens per target forward pass; texts in the order in which they were served."
-  title = f"{first.target}, {first.draft}, gamma {first.gamma}: frozen and {version}"
+  models = f"{first.models.target}, {first.models.draft}"
+  title = f"{models}, gamma {first.settings.gamma}: frozen and {version}"
   return Table(title, ("task", "texts", "frozen", version), tuple(rows), (notes,))
 
 
@@ -301,7 +296,7 @@ class OnlineDraft(WrappedDraft):
 
   def __post_init__(self):
     require_chain("a draft that learns", self.draft.tree)
-    if self.draft.head.config.kernels != "xla":
+    if self.draft.head.kernels != "xla":
       raise InputError(
         "A draft that learns needs kernels='xla', since `kernels.skinny` has no gradient."
       )
@@ -312,7 +307,7 @@ class OnlineDraft(WrappedDraft):
 
   def init(self, params: Any, context: Context, hidden: Array) -> OnlineState:
     learned, _ = params
-    source = source_of(self.draft.head.config, context)
+    source = source_of(self.draft.head, context)
     return OnlineState(learned, source, context.hidden, context.last_token)
 
   def propose(
@@ -324,8 +319,8 @@ class OnlineDraft(WrappedDraft):
 
   def observe(self, params: Any, state: OnlineState, outcome: Outcome) -> OnlineState:
     _, target_params = params
-    guesses, gamma = outcome.proposal.tokens, self.tree.depth
-    previous = jnp.concatenate([state.last_token[:, None], guesses[:, :-1]], axis=1)
+    draft_tokens, gamma = outcome.proposal.tokens, self.tree.depth
+    previous = jnp.concatenate([state.last_token[:, None], draft_tokens[:, :-1]], axis=1)
     p = jax.nn.softmax(outcome.logits[:, :gamma].astype(jnp.float32))
     # Train on the verified draft tokens of rows that are not done: the accepted ones and the first
     # rejected one.

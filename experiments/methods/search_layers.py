@@ -6,9 +6,9 @@ feed-forward blocks separately. Here the speed is predicted from alpha and from 
 otherwise a local search chooses them.
 """
 
-import dataclasses
 import functools
 import itertools
+import pathlib
 import time
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -18,6 +18,7 @@ import numpy as np
 from jax import Array
 from jaxtyping import Float, Int
 
+from experiments.table3.acceptance import ALPHA_OF_TEXT
 from specdec_jax.core.counts import require_finite
 from specdec_jax.core.loading import DecodeSettings
 from specdec_jax.core.sampling import Sampling, distribution, row_keys
@@ -37,24 +38,27 @@ from specdec_jax.measure.alpha import (
   mean_with_interval,
   teacher_forced,
 )
-from specdec_jax.measure.calibrate import GAMMAS
-from specdec_jax.measure.choice import choose
-from specdec_jax.measure.costs import Costs, compare_costs
-from specdec_jax.measure.measure import settings_to_measure
+from specdec_jax.measure.calibrate import GAMMAS, choose
+from specdec_jax.measure.costs import Costs, measure_costs
 from specdec_jax.measure.progress import Progress
-from specdec_jax.measure.records import Record, append, key, open_results, read
-from specdec_jax.measure.reporting.columns import records_table
-from specdec_jax.measure.reporting.tables import (
+from specdec_jax.measure.records import Record, append, read, results_path, settings_to_measure
+from specdec_jax.measure.sweep import show
+from specdec_jax.measure.tables import (
+  GAMMA,
+  PREDICTED,
+  C,
+  Column,
   Table,
+  V,
   measured_with,
   models_text,
+  records_table,
   sampling_text,
 )
-from specdec_jax.measure.sweep import show
 from specdec_jax.models.families import model_of
 from specdec_jax.pair import Pair
 
-LAYERS = ("draft", "alpha_of_text", "c", "v", "gamma", "predicted")
+LAYERS = (Column("draft", "models.draft"), ALPHA_OF_TEXT, C, V, GAMMA, PREDICTED)
 
 Layers = tuple[int, ...]  # numbers of decoder layers, in ascending order
 
@@ -100,7 +104,8 @@ def search_layers(
   settings = DecodeSettings(sampling, batch_size, max_new_tokens, seed)
   measure = _measurement(pair, texts, settings)
   records: list[Record] = []
-  with open_results(output_dir) as results, Progress() as bar:
+  results = results_path(output_dir)
+  with Progress() as bar:
     num_candidates = min(max_candidates, 2**num_layers - 2)
     task = bar.add_task("measuring sets of layers", total=num_candidates)
 
@@ -113,10 +118,10 @@ def search_layers(
         append(results, record)
       records.append(record)
       bar.advance(task)
-      return record.predicted_finite_length or 0.0
+      return record.times.predicted_finite_length or 0.0
 
     speedups = search(num_layers, max_candidates, speedup, seed)
-  records.sort(key=lambda record: record.predicted_finite_length or 0.0, reverse=True)
+  records.sort(key=lambda record: record.times.predicted_finite_length or 0.0, reverse=True)
   show([layers_table(records)], results)
   best = max(speedups, key=speedups.__getitem__)
   print(_advice(best, records[0], len(records), 2**num_layers - 2))
@@ -193,7 +198,7 @@ def _measurement(
   def costs_of_sizes() -> list[list[Costs]]:
     skipping = [pair.with_draft(layer_skip(pair.target, range(size))) for size in sizes]
     trees, prompt = [*map(chain, GAMMAS)], batches()[0].prompt
-    return compare_costs(skipping, trees, prompt, sampling, settings.max_new_tokens)
+    return measure_costs(skipping, trees, prompt, sampling, settings.max_new_tokens)
 
   def costs(num_layers: int) -> dict[int, Costs]:
     interpolated = {
@@ -219,8 +224,7 @@ def _measurement(
     estimate, lengths = alpha(layers), [batch.lengths.tolist() for batch in batches()]
     choice = choose(min(1.0, estimate.mean), costs(len(layers)), lengths)
     gamma = choice.best_draft
-    return dataclasses.replace(
-      setting,
+    return setting.replace(
       gamma=gamma,
       num_tokens=sum(map(sum, lengths)),
       alpha=estimate.mean,
@@ -273,22 +277,22 @@ def _beta(
   return acceptance_and_change(target_logits, q, sampling)[0]
 
 
-def _recorded(results: str, setting: Record) -> Record | None:
+def _recorded(results: pathlib.Path, setting: Record) -> Record | None:
   """Return the record of a setting with any gamma, or None if there is none."""
   for record in read(results):
-    if key(dataclasses.replace(record, gamma=setting.gamma)) == key(setting):
+    if record.replace(gamma=setting.settings.gamma).key == setting.key:
       return record
   return None
 
 
 def _advice(best: Layers, record: Record, num_measured: int, num_sets: int) -> str:
   """Return lines that name the best set of layers, and the settings that use it."""
-  speedup = record.predicted_finite_length or 0.0
+  speedup = record.times.predicted_finite_length or 0.0
   slower = ", which is slower than autoregressive decoding" if speedup < 1 else ""
   return "\n".join(
     [
-      f"Best of {num_measured} of {num_sets} sets of layers: {record.draft}, with gamma "
-      f"{record.gamma} and a predicted speedup of {speedup:.2f}{slower}.",
+      f"Best of {num_measured} of {num_sets} sets of layers: {record.models.draft}, with gamma "
+      f"{record.settings.gamma} and a predicted speedup of {speedup:.2f}{slower}.",
       "To draft with these layers, add to a run:",
       f"  --gin_file=gin/drafts/layer_skip.gin --gin.LAYERS='{best}'",
       "To train a head after these layers:",
@@ -305,7 +309,7 @@ def layers_table(records: Sequence[Record]) -> Table:
   """
   first = records[0]
   title = f"{models_text(first, draft=False)}: layer skipping, temperature {sampling_text(first)}, "
-  title += f"batch {first.batch_size}, {first.num_examples} texts, {first.device}"
+  title += f"batch {first.settings.batch_size}, {first.settings.num_examples} texts, {first.device}"
   notes = (
     "gamma is the one with the best predicted speed. c and v are measured with one layer and with "
     "all layers but one, and interpolated linearly.",

@@ -4,20 +4,22 @@ import functools
 import math
 import pathlib
 from collections.abc import Callable
-from typing import Literal
+from typing import Any, Literal
 
 import jax
+from jax import Array
 
-from specdec_jax.checkpoints.folder import save_model
 from specdec_jax.checkpoints.load import load_params, open_checkpoint
+from specdec_jax.checkpoints.save import save_model
 from specdec_jax.commands.train import bleu_of, config_of, open_fitting_vocabulary
-from specdec_jax.drafts.heads import SpeculatorConfig, init_params
+from specdec_jax.drafts.heads import DraftHead
 from specdec_jax.errors import InputError, require_number
 from specdec_jax.models.families import Config
 from specdec_jax.models.partitioning import make_mesh, param_shardings
-from specdec_jax.train.distillation_data import Teacher, parallel_text
-from specdec_jax.train.objectives import Divergence
-from specdec_jax.train.speculators import joint_objective
+from specdec_jax.train.batches import Batch, ParallelText
+from specdec_jax.train.distillation import Teacher, parallel_text
+from specdec_jax.train.objectives import Divergence, Objective, model_objective
+from specdec_jax.train.speculators import speculator_objective
 from specdec_jax.train.trainer import TrainSettings, train
 
 
@@ -27,7 +29,7 @@ def train_jointly(
   targets: list[str],
   valid_source: str | None,
   valid_target: str | None,
-  config: Callable[[Config], SpeculatorConfig],
+  head: Callable[[Config], DraftHead],
   settings: TrainSettings,
   vocabulary: str,
   target: str,
@@ -61,7 +63,7 @@ def train_jointly(
       None if the target is decoder-only.
     valid_target: name of the file with the translations of the validation sentences, for BLEU. It
       is not read if `valid_source` is None.
-    config: function from the configuration of the target to the configuration of the head.
+    head: function from the configuration of the target to the head.
     settings: number of epochs, learning rate of the head, sharding and other settings of training.
     vocabulary: vocabulary file of both.
     target: checkpoint of the original target, in any format that `load.load_pair` reads.
@@ -79,12 +81,12 @@ def train_jointly(
     dropout_rate: dropout rate of the target in its own loss.
     divergence: divergence between the head and the texts (`objectives.divergences`).
     stride: number of tokens between anchors, the positions at which rounds start
-      (`training.speculators.speculator_objective`).
+      (`train.speculators.speculator_objective`).
 
   Raises:
     InputError: a number is out of range, 'beam_search' is given for a decoder-only target,
       `valid_source` is given without `valid_target`, the target does not fit the vocabulary, or the
-      head in `start` does not fit `config`.
+      head in `start` does not fit `head`.
   """
   for name, number in {"head_weight": head_weight, "target_rate": target_rate}.items():
     require_number(name, number, 0, math.inf)
@@ -99,21 +101,18 @@ def train_jointly(
   teacher = Teacher(words, target_config, original, mesh)
   text = parallel_text(words, data, sources, targets)
   if texts == "beam_search":
-    path = pathlib.Path(work_dir) / "beam_search.npz"
-    text = teacher.beam_search_text(path, text, num_beams)
+    text = beam_search_text(teacher, pathlib.Path(work_dir) / "beam_search.npz", text, num_beams)
   valid = teacher.validation_pairs(data, valid_source)
 
   def bleu(params) -> float:
     references = f"{data}/{valid_target}"
     return bleu_of(target_config, params["target"], words, valid.sources, references)
 
-  head_config = config(target_config)
-  if start:
-    head = open_checkpoint(start).load(head_config)
-  else:
-    head = init_params(head_config, jax.random.key(settings.seed))
+  new = head(target_config)
+  rng = jax.random.key(settings.seed)
+  head_params = open_checkpoint(start).load(new) if start else new.init(rng)
   objective = joint_objective(
-    head_config,
+    new,
     target_config,
     head_weight,
     target_rate,
@@ -121,7 +120,68 @@ def train_jointly(
     divergence,
     stride,
   )
-  init = {"target": original, "head": head}
+  init = {"target": original, "head": head_params}
   params = train(objective, settings, text, valid, work_dir, init, bleu if valid_source else None)
-  save_model(f"{output}/target", target_config, params["target"], words.fingerprint())
-  save_model(f"{output}/speculator", head_config, params["head"], words.fingerprint())
+  save_model(f"{output}/target", target_config, params["target"], words.fingerprint(), "bfloat16")
+  save_model(f"{output}/speculator", new, params["head"], words.fingerprint(), "bfloat16")
+
+
+def beam_search_text(
+  teacher: Teacher, path: pathlib.Path, text: ParallelText, num_beams: int
+) -> ParallelText:
+  """Return the sources of a text with the teacher's beam search outputs, from a file.
+
+  This is sequence-level distillation (Kim and Rush, 2016). The file is created if it is missing.
+  """
+  if not path.exists():
+    outputs = teacher.outputs(text.sources, num_beams=num_beams)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    ParallelText(text.sources, outputs).save(path)
+  return ParallelText.load(path)
+
+
+def joint_objective(
+  head: DraftHead,
+  target: Config,
+  head_weight: float,
+  target_rate: float,
+  label_smoothing: float = 0.0,
+  divergence: Divergence = "forward_kl",
+  stride: int = 4,
+) -> Objective:
+  """Return the objective of a target and a draft head that are trained together (Medusa-2).
+
+  The loss is that of the target (`objectives.model_objective`) plus `head_weight` times that of the
+  head (`speculator_objective`), whose gradient reaches the target, too, unless the head is of kind
+  'drafter'. Both losses have the labels of the batch. The parameters are {"target": ..., "head":
+  ...}. The validation scores are this loss, the accuracy of the target, and the acceptance length.
+
+  Args:
+    head: the draft head.
+    target: configuration of the target, with the dropout rate of training. Dropout applies to the
+      target's own loss only.
+    head_weight: weight of the head's loss.
+    target_rate: learning rate of the target relative to that of the head.
+    label_smoothing: label smoothing of the target's loss.
+    divergence: divergence between the distribution of the head and the labels.
+    stride: distance between anchors, in tokens.
+  """
+  backbone = model_objective(target, label_smoothing)
+  objective = speculator_objective(head, target, (), divergence, stride)
+
+  def init(rng: Array) -> Any:
+    return {"target": backbone.init(rng), "head": objective.init(rng)}
+
+  def loss(params, frozen: Any, batch: Batch, rng: Array, progress: Array) -> Array:
+    dropout_rng, anchor_rng = jax.random.split(rng)
+    of_target = backbone.loss(params["target"], frozen, batch, dropout_rng, progress)
+    of_head = objective.loss(params["head"], params["target"], batch, anchor_rng, progress)
+    return of_target + head_weight * of_head
+
+  def scores(params, frozen: Any, batch: Batch) -> dict[str, Array]:
+    of_target = backbone.scores(params["target"], frozen, batch)
+    of_head = objective.scores(params["head"], params["target"], batch)
+    valid_loss = of_target["valid_loss"] + head_weight * of_head["valid_loss"]
+    return {**of_target, **of_head, "valid_loss": valid_loss}
+
+  return Objective(init, loss, scores, rates={"target": target_rate, "head": 1.0})

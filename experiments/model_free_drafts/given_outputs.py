@@ -26,14 +26,9 @@ from specdec_jax.core.types import DraftSpec, Loaded
 from specdec_jax.data.vocabulary import PAD_ID, Vocabulary, padded
 from specdec_jax.errors import InputError
 from specdec_jax.measure.alpha import draft_probs, lag1_correlation, mean_with_interval
-from specdec_jax.measure.measure import settings_to_measure
-from specdec_jax.measure.records import Record
-from specdec_jax.measure.reporting.tables import (
-  MISSING,
-  Table,
-  models_text,
-)
+from specdec_jax.measure.records import Record, settings_to_measure
 from specdec_jax.measure.sweep import Report, Step, sweep
+from specdec_jax.measure.tables import MISSING, Table, models_text
 from specdec_jax.models.t5 import EOS_ID
 from specdec_jax.pair import Pair
 
@@ -187,14 +182,14 @@ def _measure(
     betas.append(q[np.arange(len(tokens)), tokens])
   alpha = mean_with_interval(betas)
   for number, setting in enumerate(settings):
+    gamma = setting.settings.gamma
     report(number / len(settings))
     decoded = []
     for i, (prompt, text) in enumerate(zip(prompts, texts)):
-      decode = pair.with_target(params=text).decode_fn(ARGMAX, chain(setting.gamma))
-      keys = row_keys(setting.seed, i, 1)
+      decode = pair.with_target(params=text).decode_fn(ARGMAX, chain(gamma))
+      keys = row_keys(setting.settings.seed, i, 1)
       decoded.append(jax.device_get(decode(prompt, keys, max_new_tokens=texts.shape[-1])))
-    yield dataclasses.replace(
-      setting,
+    yield setting.replace(
       num_tokens=num_tokens(decoded),
       rounds=num_rounds(decoded),
       alpha=alpha.mean,
@@ -204,7 +199,9 @@ def _measure(
       acceptance_by_position=acceptance_by_position(decoded),
       beta_lag1=lag1_correlation(betas),
       tokens_per_round=num_tokens(decoded) / num_rounds(decoded),
-      predicted_theorem8=float(theory.walltime_improvement(alpha.mean, setting.gamma, 0.0)),
+      predicted_theorem8=float(
+        theory.walltime_improvement(alpha.mean, setting.settings.gamma, 0.0)
+      ),
       seconds=time.perf_counter() - since,
     )
 
@@ -217,21 +214,21 @@ def given_outputs_table(measured: Sequence[Record], paper: Mapping[str, float]) 
     paper: alphas that the paper prints, by the name of the draft. A draft of the paper has a row
       even if it has no record.
   """
-  first, gammas = measured[0], sorted({r.gamma for r in measured})
+  first, gammas = measured[0], sorted({r.settings.gamma for r in measured})
   paper_alphas = {name.casefold(): f"{alpha:.2f}" for name, alpha in paper.items()}
   rows: list[tuple[str, ...]] = []
-  for draft in dict.fromkeys(r.draft for r in measured):
-    by_gamma = {r.gamma: r for r in measured if r.draft == draft}
+  for draft in dict.fromkeys(r.models.draft for r in measured):
+    by_gamma = {r.settings.gamma: r for r in measured if r.models.draft == draft}
     r = next(iter(by_gamma.values()))  # alpha does not depend on gamma
     lengths = (
-      f"{r.tokens_per_round:.2f} ({r.predicted_theorem8:.2f})" if r else MISSING
+      f"{r.outputs.tokens_per_round:.2f} ({r.times.predicted_theorem8:.2f})" if r else MISSING
       for r in map(by_gamma.get, gammas)
     )
-    alpha = f"{r.alpha:.2f} [{r.alpha_low:.2f},{r.alpha_high:.2f}]"
+    alpha = f"{r.outputs.alpha:.2f} [{r.outputs.alpha_low:.2f},{r.outputs.alpha_high:.2f}]"
     rows.append((draft, alpha, paper_alphas.pop(draft.casefold(), MISSING), *lengths))
   for name, alpha in paper.items():
     if name.casefold() in paper_alphas:
       rows.append((name, MISSING, f"{alpha:.2f}", *[MISSING] * len(gammas)))
-  title = f"{models_text(first, draft=False)}, {first.num_tokens} tokens, temperature 0"
+  title = f"{models_text(first, draft=False)}, {first.outputs.num_tokens} tokens, temperature 0"
   columns = "draft", "alpha", "paper", *(f"gamma {gamma}" for gamma in gammas)
   return Table(title, columns, tuple(rows), (), GIVEN_OUTPUTS_LEGEND)

@@ -6,15 +6,15 @@ such as one of different models or of a different task. Stand-ins follow all row
 differences are computed, because a stand-in is not comparable with the paper's models.
 """
 
-import dataclasses
 import re
 from collections.abc import Callable, Iterable, Sequence
 
 from experiments.paper.paper import PaperRow
 from specdec_jax import theory
-from specdec_jax.measure.records import Record, key
-from specdec_jax.measure.reporting.tables import (
+from specdec_jax.measure.records import Record
+from specdec_jax.measure.tables import (
   MISSING,
+  Column,
   Table,
   measured_with,
   number_text,
@@ -60,9 +60,9 @@ def paper_table(number: int, records: Iterable[Record], paper_rows: Sequence[Pap
     notes.append(f"{num_omitted} of our records are omitted: the paper's table is about {scope}.")
   if shown:
     notes.append(measured_with(shown))
-  if processors := dict.fromkeys(r.device for r in shown if r.platform == "cpu" and r.processor):
+  if processors := dict.fromkeys(r.device for r in shown if _is_cpu(r)):
     notes.append(f"CPU: {'; '.join(processors)}.")
-  if any(r.acceptance == "simulated" for r in shown):
+  if any(r.models.simulated for r in shown):
     notes.append("For a simulated draft, alpha is a setting and the times are measured.")
   return Table(title, ("source", *columns), tuple(rows), tuple(notes))
 
@@ -97,29 +97,29 @@ def _select(number: int, records: Iterable[Record]) -> tuple[list[Record], int]:
   """Return the last record per setting in a table's scope, and the number of records outside it."""
   latest, num_omitted = {}, 0
   for r in records:
-    is_algorithm_1 = r.verifier == "TokenVerifier" and r.kind == "chain"
-    if number != 5 and r.lenience != 1 or not is_algorithm_1:
+    is_algorithm_1 = r.settings.verifier == "TokenVerifier" and r.kind == "chain"
+    if number != 5 and r.settings.lenience != 1 or not is_algorithm_1:
       num_omitted += 1
-    elif number in (2, 4) and r.batch_size != 1:
+    elif number in (2, 4) and r.settings.batch_size != 1:
       num_omitted += 1
     else:
       # Table 3 prints alpha, which does not depend on gamma.
-      latest[key(dataclasses.replace(r, gamma=0) if number == 3 else r)] = r
+      latest[(r.replace(gamma=0) if number == 3 else r).key] = r
   return list(latest.values()), num_omitted
 
 
 def _reproduces(r: Record, row: PaperRow) -> bool:
   """Return whether a record has the models, task, sampling and lenience of the paper's row."""
-  if r.acceptance == "simulated" or row.get("lenience", 1) != r.lenience:
+  if r.models.simulated or row.get("lenience", 1) != r.settings.lenience:
     return False
   top_k = _LAMDA_TOP_K if str(row.get("m_p")).startswith("LaMDA") else 0
   # Top-k and top-p keep the most probable token and therefore do not change argmax.
-  same_filter = r.temperature == 0 or (r.top_k, r.top_p) == (top_k, 1)
-  if r.temperature != row["temperature"] or not same_filter:
+  same_filter = r.settings.temperature == 0 or (r.settings.top_k, r.settings.top_p) == (top_k, 1)
+  if r.settings.temperature != row["temperature"] or not same_filter:
     return False
   target, task = _target_and_task(row)
-  same_models = _same_model(target, r.target) and _same_model(row["m_q"], r.draft)
-  our_task = (r.task or "").casefold()
+  same_models = _same_model(target, r.models.target) and _same_model(row["m_q"], r.models.draft)
+  our_task = (r.settings.task or "").casefold()
   return same_models and our_task in _TASKS.get(task, (our_task,))
 
 
@@ -153,16 +153,14 @@ def _same_model(printed: str, ours: str) -> bool:
 _Column = tuple[Callable[[Record], str], Callable[[PaperRow], str]]
 
 
-def _column(
-  field: str, spec: str = ".2f", printed: str | None = None, printed_spec: str | None = None
-) -> _Column:
-  """Return a column: `field` of our records, and the column `printed` of the paper's table.
+def _column(path: str, spec: str, printed: str, printed_spec: str | None = None) -> _Column:
+  """Return a column: the field `path` of our records, and the column `printed` of the paper.
 
-  `printed` defaults to `field`. The format is `spec`; `printed_spec` overrides it for the paper.
+  The format is `spec`; `printed_spec` overrides it for the paper.
   """
   return (
-    lambda r: number_text(getattr(r, field), spec),
-    lambda row: number_text(row[printed or field], printed_spec or spec),
+    Column("", path, spec).cell,
+    lambda row: number_text(row[printed], printed_spec or spec),
   )
 
 
@@ -171,38 +169,36 @@ def _ours_only(cell: Callable[[Record], str]) -> _Column:
 
 
 def _draft(r: Record) -> str:
-  return f"{r.draft} (simulated)" if r.acceptance == "simulated" else r.draft
+  return f"{r.models.draft} (simulated)" if r.models.simulated else r.models.draft
 
 
 def _interval(r: Record) -> str:
-  has_interval = r.alpha_low is not None and r.alpha_high is not None
-  return f"{r.alpha_low:.2f}-{r.alpha_high:.2f}" if has_interval else MISSING
-
-
-def _predicted(r: Record) -> str:
-  value = (
-    r.predicted_measured_cost if r.predicted_finite_length is None else r.predicted_finite_length
-  )
-  return number_text(value, ".2f")
+  has_interval = r.outputs.alpha_low is not None and r.outputs.alpha_high is not None
+  return f"{r.outputs.alpha_low:.2f}-{r.outputs.alpha_high:.2f}" if has_interval else MISSING
 
 
 def _speed_at_the_papers_cost(r: Record) -> str:
   """Return the speedup of Theorem 8 as in Appendix A.5, with gamma 8 and c = 0.015 (T5-small)."""
-  if r.alpha is None:
+  if r.outputs.alpha is None:
     return MISSING
-  return f"{float(theory.walltime_improvement(r.alpha, 8, 0.015)):.1f}"
+  return f"{float(theory.walltime_improvement(r.outputs.alpha, 8, 0.015)):.1f}"
 
 
 def _measured_on(r: Record) -> str:
-  batch = "" if r.batch_size == 1 else f", batch {r.batch_size}"
-  baseline = "" if r.baseline == "own" else f", over {r.baseline}"
-  device = "CPU" if r.platform == "cpu" and r.processor else r.device
-  return f"{device}, {r.dtype}, {number_text(r.num_examples, '')} texts{batch}{baseline}"
+  settings = r.settings
+  texts = f"{number_text(settings.num_examples, '')} texts"
+  batch = "" if settings.batch_size == 1 else f", batch {settings.batch_size}"
+  baseline = "" if settings.baseline == "own" else f", over {settings.baseline}"
+  return f"{'CPU' if _is_cpu(r) else r.device}, {r.models.dtype}, {texts}{batch}{baseline}"
+
+
+def _is_cpu(r: Record) -> bool:
+  return r.machine.platform == "cpu" and r.machine.processor is not None
 
 
 _SETTING: dict[str, _Column] = {
-  "task": (lambda r: r.task or MISSING, lambda row: _target_and_task(row)[1]),
-  "target": (lambda r: r.target, lambda row: _target_and_task(row)[0]),
+  "task": (lambda r: r.settings.task or MISSING, lambda row: _target_and_task(row)[1]),
+  "target": (lambda r: r.models.target, lambda row: _target_and_task(row)[0]),
   "draft": (_draft, lambda row: row["m_q"]),
   "temperature": (sampling_text, lambda row: f"{row['temperature']:g}"),
 }
@@ -213,9 +209,9 @@ _LAYOUTS: dict[int, tuple[str, dict[str, _Column]]] = {
     "Table 2: measured speed relative to autoregressive decoding, batch 1",
     {
       **_SETTING,
-      "gamma": _column("gamma", ".0f"),
-      "alpha": _column("alpha"),
-      "speed": _column("speedup", ".2f", "speed", ".1f"),
+      "gamma": _column("settings.gamma", ".0f", "gamma"),
+      "alpha": _column("outputs.alpha", ".2f", "alpha"),
+      "speed": _column("times.speedup", ".2f", "speed", ".1f"),
       **_ON_A_TPU,
     },
   ),
@@ -223,7 +219,7 @@ _LAYOUTS: dict[int, tuple[str, dict[str, _Column]]] = {
     "Table 3: alpha over text that the target generated",
     {
       **_SETTING,
-      "alpha": _column("alpha"),
+      "alpha": _column("outputs.alpha", ".2f", "alpha"),
       "95% interval": _ours_only(_interval),
       "measured on": _ours_only(_measured_on),
     },
@@ -232,12 +228,12 @@ _LAYOUTS: dict[int, tuple[str, dict[str, _Column]]] = {
     "Table 4: expected (Theorem 8) and measured speed, batch 1",
     {
       **_SETTING,
-      "gamma": _column("gamma", ".0f"),
-      "alpha": _column("alpha"),
-      "c": _column("c", ".3f", "c", "g"),
-      "expected": _column("predicted_theorem8", ".2f", "exp", ".1f"),
-      "expected, measured costs": _ours_only(_predicted),
-      "measured": _column("speedup", ".2f", "emp", ".1f"),
+      "gamma": _column("settings.gamma", ".0f", "gamma"),
+      "alpha": _column("outputs.alpha", ".2f", "alpha"),
+      "c": _column("times.c", ".3f", "c", "g"),
+      "expected": _column("times.predicted_theorem8", ".2f", "exp", ".1f"),
+      "expected, measured costs": _ours_only(lambda r: number_text(r.predicted, ".2f")),
+      "measured": _column("times.speedup", ".2f", "emp", ".1f"),
       **_ON_A_TPU,
     },
   ),
@@ -245,9 +241,9 @@ _LAYOUTS: dict[int, tuple[str, dict[str, _Column]]] = {
     "Table 5: alpha with lenience",
     {
       **_SETTING,
-      "lenience": _column("lenience", "g"),
-      "alpha": _column("alpha"),
-      "total variation": _ours_only(lambda r: number_text(r.total_variation, ".3f")),
+      "lenience": _column("settings.lenience", "g", "lenience"),
+      "alpha": _column("outputs.alpha", ".2f", "alpha"),
+      "total variation": _ours_only(lambda r: number_text(r.outputs.total_variation, ".3f")),
       "speed by Theorem 8": (
         _speed_at_the_papers_cost,
         lambda row: number_text(row["speed"], ".1f"),

@@ -27,12 +27,11 @@ from specdec_jax.drafts.ngram import bigram, unigram
 from specdec_jax.drafts.uniform import uniform
 from specdec_jax.errors import InputError
 from specdec_jax.load import EMBEDDED, asset, checkpoint_draft, load_pair, random_pair
-from specdec_jax.measure.measure import measure
-from specdec_jax.measure.records import Record, open_results, read
-from specdec_jax.measure.reporting.tables import MISSING, Table, number_text
+from specdec_jax.measure.records import Record, read, results_path
 from specdec_jax.measure.roofline import memory_bandwidth
-from specdec_jax.measure.speed import Baseline, Timing, own_baseline
-from specdec_jax.measure.sweep import show
+from specdec_jax.measure.speed import Baseline, own_baseline, speed_steps
+from specdec_jax.measure.sweep import measure_missing, show
+from specdec_jax.measure.tables import MISSING, Table, number_text
 from specdec_jax.models.families import init_params
 from specdec_jax.models.sizes import named_config
 from specdec_jax.pair import Pair
@@ -284,13 +283,13 @@ def _measure_speeds(
 ) -> None:
   """Measure the speedup of each row of a group, with its own gamma."""
   texts = task.sources()[:num_texts]
-  with open_results(_results(folder, group).parent) as results:
-    for row in group.rows:
-      pair = models.pair(group.draft, task, row["alpha"])
-      settings = DecodeSettings(Sampling(row["temperature"]), max_new_tokens=task.max_new_tokens)
-      measure(
-        pair, texts, results, [settings], [int(row["gamma"])], Timing(repeats, baseline(pair))
-      )
+  results = results_path(_results(folder, group).parent)
+  for row in group.rows:
+    pair = models.pair(group.draft, task, row["alpha"])
+    settings = DecodeSettings(Sampling(row["temperature"]), max_new_tokens=task.max_new_tokens)
+    gamma = int(row["gamma"])
+    steps = speed_steps(pair, texts, [settings], [gamma], repeats, baseline(pair))
+    measure_missing(results, steps)
 
 
 def _save_figure(
@@ -314,7 +313,7 @@ def _save_figure(
   elif name == "figure4":
     figure = figures.operations_figure(load_table(1))
   else:
-    figure = figures.timeline_figure([r for r in records if r.temperature == 0])
+    figure = figures.timeline_figure([r for r in records if r.settings.temperature == 0])
   output.mkdir(parents=True, exist_ok=True)
   figures.save(figure, output / f"{name}.svg")
   print(output / f"{name}.svg")

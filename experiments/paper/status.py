@@ -16,7 +16,7 @@ from experiments.tables import lines
 from experiments.tpu_v4.table2 import predicted
 from specdec_jax import theory
 from specdec_jax.measure.records import Record, read
-from specdec_jax.measure.reporting.tables import MISSING, Table
+from specdec_jax.measure.tables import MISSING, Table
 
 EXPERIMENTS = pathlib.Path(__file__).resolve().parents[1]
 
@@ -211,13 +211,13 @@ def _bigram_speed() -> Claim:
 def _alpha_claim(
   table: str, quantity: str, printed: float, record: Record | None, reproduction: str
 ) -> Claim:
-  status, ours = (STAND_IN, f"{record.alpha:.2f}") if record else (WEIGHTS, MISSING)
+  status, ours = (STAND_IN, f"{record.outputs.alpha:.2f}") if record else (WEIGHTS, MISSING)
   return Claim(table, quantity, f"{printed:.2f}", status, ours, reproduction)
 
 
 def _last_match(records: Iterable[Record], draft: str | None, temperature: float, lenience: float):
-  setting = (draft, temperature, lenience, 0)
-  matches = [r for r in records if (r.draft, r.temperature, r.lenience, r.top_k) == setting]
+  wanted = dict(temperature=temperature, lenience=lenience, top_k=0).items()
+  matches = [r for r in records if r.models.draft == draft and wanted <= vars(r.settings).items()]
   return matches[-1] if matches else None
 
 

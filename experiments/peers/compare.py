@@ -4,10 +4,10 @@ All libraries get the same weights, inputs, limits and number of threads.
 """
 
 import contextlib
-import dataclasses
 import functools
 import gc
 import operator
+import pathlib
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -34,17 +34,10 @@ from specdec_jax.core.trees import chain
 from specdec_jax.core.types import DecodeResult
 from specdec_jax.core.verify.tokens import TokenVerifier
 from specdec_jax.measure import records
-from specdec_jax.measure.measure import settings_to_measure
-from specdec_jax.measure.records import Record
-from specdec_jax.measure.reporting.columns import cell
-from specdec_jax.measure.reporting.formats import render
-from specdec_jax.measure.reporting.tables import (
-  MISSING,
-  Table,
-  legend_lines,
-)
+from specdec_jax.measure.costs import interleaved_seconds, ratio_range
+from specdec_jax.measure.records import Record, settings_to_measure
 from specdec_jax.measure.sweep import Report, Step, measure_missing
-from specdec_jax.measure.timing import interleaved_seconds, ratio_range
+from specdec_jax.measure.tables import IDENTICAL, MISSING, Table, render
 from specdec_jax.pair import Pair
 
 PEERS_LEGEND = {
@@ -91,18 +84,19 @@ def peers(
       console.print(f"not installed: {backend.name} (needs {', '.join(missing)})")
     else:
       installed.append(backend)
-  with records.open_results(output_dir) as results:
-    for make_comparison in comparisons:
-      with tempfile.TemporaryDirectory() as folder:
-        comparison = make_comparison(folder)
-        for sampling in map(Sampling, comparison.workload.temperatures):
-          measured = _compare(comparison, sampling, installed, results, repeats, seed)
-          for precision in dict.fromkeys(map(_precision, measured)):
-            table = peers_table([r for r in measured if _precision(r) == precision])
-            console.print(render(table, "terminal"), soft_wrap=True)
-        del comparison
-      _free_memory()
-  console.print(Text("\n".join(legend_lines(PEERS_LEGEND)), style="dim"))
+  results = records.results_path(output_dir)
+  for make_comparison in comparisons:
+    with tempfile.TemporaryDirectory() as folder:
+      comparison = make_comparison(folder)
+      for sampling in map(Sampling, comparison.workload.temperatures):
+        measured = _compare(comparison, sampling, installed, results, repeats, seed)
+        for precision in dict.fromkeys(map(_precision, measured)):
+          table = peers_table([r for r in measured if _precision(r) == precision])
+          console.print(render(table, "terminal"), soft_wrap=True)
+      del comparison
+    _free_memory()
+  legend = "\n".join(Table("", (), (), legend=PEERS_LEGEND).footer)
+  console.print(Text(legend, style="dim"))
   console.print(f"Records: {results} (measured once; delete the file to measure again)")
 
 
@@ -110,7 +104,7 @@ def _compare(
   comparison: Comparison,
   sampling: Sampling,
   backends: Sequence[Backend],
-  results: str,
+  results: pathlib.Path,
   repeats: int,
   seed: int,
 ) -> list[Record]:
@@ -118,7 +112,7 @@ def _compare(
   workload = comparison.workload
   supported = {b.name: b for b in backends if b.supports(comparison, sampling)}
   settings = [
-    dataclasses.replace(setting, beams=workload.beams, draft_beams=workload.draft_beams)
+    setting.replace(beams=workload.beams, draft_beams=workload.draft_beams)
     for pair in comparison.pairs
     for name in supported
     for setting in settings_to_measure(
@@ -126,15 +120,16 @@ def _compare(
       workload.texts,
       [DecodeSettings(sampling, max_new_tokens=workload.max_new_tokens, seed=seed)],
       workload.gammas,
-      baseline=name,
+      name,
+      repeats,
     )
   ]
   measure = functools.partial(_measure, comparison, sampling, supported, repeats, seed)
   description = f"{settings[0].subject}, temperature {sampling.temperature:g}"
   measured = measure_missing(results, [Step(description, settings, measure)])
   _free_memory()
-  by_key = {records.key(record): record for record in measured}
-  return [by_key[records.key(setting)] for setting in settings]
+  by_key = {record.key: record for record in measured}
+  return [by_key[setting.key] for setting in settings]
 
 
 def _measure(
@@ -154,39 +149,35 @@ def _measure(
     decoders = _load_decoders(comparison, sampling, backends, settings, stack)
     for i, text in enumerate(workload.texts):
       prompt, rng = comparison.pair.prompt([text]), row_keys(seed, i, 1)
-      calls = [
-        functools.partial(
-          decode, prompt, rng, max_new_tokens=workload.max_new_tokens, sampling=sampling
-        )
-        for decode in decoders.values()
-      ]
-      seconds_of_text, results = interleaved_seconds(calls, repeats)
+      arguments = dict(max_new_tokens=workload.max_new_tokens, sampling=sampling)
+      calls = [functools.partial(decode, prompt, rng, **arguments) for decode in decoders.values()]
+      seconds_of_text, results = interleaved_seconds(calls, repeats, run=operator.call)
       seconds.append(seconds_of_text)
       results_by_text.append([require_finite(result) for result in jax.device_get(results)])
       report((i + 1) / len(workload.texts))
   outputs = dict(zip(decoders, map(list, zip(*results_by_text))))
   tokens = np.array([num_tokens(outputs[key]) for key in decoders])
-  # `seconds` is [texts, repeats, decoders].
-  rate = dict(zip(decoders, tokens / np.median(seconds, axis=1).sum(axis=0)))
-  rate_of_repeats = dict(zip(decoders, (tokens / np.sum(seconds, axis=0)).T))
+  # `seconds` is [texts, decoders, repeats].
+  rate = dict(zip(decoders, tokens / np.median(seconds, axis=2).sum(axis=0)))
+  rate_of_repeats = dict(zip(decoders, tokens[:, None] / np.sum(seconds, axis=0)))
 
   def compare_outputs(setting: Record) -> bool:
     """Return True if both decoders compute the same target, so that outputs must be equal."""
     if not comparison.stops_at_eos or sampling.temperature:
       return False
-    float32 = setting.dtype == "float32" and not setting.kernels.endswith("int8")
-    return setting.baseline == OWN_BASELINE.name or (float32 and backends[setting.baseline].float32)
+    baseline, models = setting.settings.baseline, setting.models
+    float32 = models.dtype == "float32" and not models.kernels.endswith("int8")
+    return baseline == OWN_BASELINE.name or (float32 and backends[baseline].float32)
 
   measured = []
   for setting in settings:
-    key, baseline_key = (_precision(setting), setting.gamma), _baseline_key(setting)
+    key, baseline_key = (_precision(setting), setting.settings.gamma), _baseline_key(setting)
     ours, theirs = outputs[key], outputs[baseline_key]
     speedup = rate[key] / rate[baseline_key]
     low, high = ratio_range(float(speedup), rate_of_repeats[key] / rate_of_repeats[baseline_key])
     target_calls = sum(int(result.num_rounds) for result in theirs)
     measured.append(
-      dataclasses.replace(
-        setting,
+      setting.replace(
         num_tokens=num_tokens(ours),
         rounds=num_rounds(ours),
         alpha=comparison.alpha,
@@ -225,13 +216,13 @@ def _load_decoders(
 
   decoders: dict[_DecoderKey, Callable] = {}
   for setting in settings:
-    pair = pairs[_precision(setting)]
-    speculative = _speculative(comparison, pair, sampling, setting.gamma)
-    decoders[_precision(setting), setting.gamma] = functools.partial(after_idle, speculative)
+    pair, gamma = pairs[_precision(setting)], setting.settings.gamma
+    speculative = _speculative(comparison, pair, sampling, gamma)
+    decoders[_precision(setting), gamma] = functools.partial(after_idle, speculative)
     key = _baseline_key(setting)
     if key in decoders:
       continue
-    backend = backends[setting.baseline]
+    backend = backends[setting.settings.baseline]
     if backend.process:
       decoders[key] = in_subprocess(
         subprocess_named(backend.process, backend.python), backend, comparison
@@ -244,17 +235,18 @@ def _load_decoders(
 
 def _target(one: Record | Pair) -> _Target:
   """Return dtype and kernels, whose name contains the format of the weights."""
-  return one.dtype, one.kernels
+  models = one.models if isinstance(one, Record) else one
+  return models.dtype, models.kernels
 
 
 def _precision(one: Record | Pair) -> _Precision:
-  return _target(one), one.draft if isinstance(one, Record) else one.draft.name
+  return _target(one), one.models.draft if isinstance(one, Record) else one.draft.name
 
 
 def _baseline_key(setting: Record) -> _DecoderKey:
   """Return the key of a setting's baseline. Other libraries do not depend on our precision."""
-  own = setting.baseline == OWN_BASELINE.name
-  return _target(setting) if own else None, setting.baseline
+  own = setting.settings.baseline == OWN_BASELINE.name
+  return _target(setting) if own else None, setting.settings.baseline
 
 
 def _speculative(comparison: Comparison, pair: Pair, sampling: Sampling, gamma: int) -> Decode:
@@ -283,29 +275,32 @@ def peers_table(measured: Sequence[Record]) -> Table:
   The legend, PEERS_LEGEND, is printed once below several tables.
   """
   first = measured[0]
-  gammas = list(dict.fromkeys(r.gamma for r in measured))
+  gammas = list(dict.fromkeys(r.settings.gamma for r in measured))
   speedup_columns = tuple(f"gamma {gamma}" for gamma in gammas)
   rows: list[tuple[str, ...]] = []
   for gamma in gammas:
-    r = next(r for r in measured if r.gamma == gamma)
-    tokens_per_s, tokens_per_pass = r.speculative_tokens_per_s or 0.0, r.tokens_per_round or 0.0
+    r = next(r for r in measured if r.settings.gamma == gamma)
+    tokens_per_s = r.times.speculative_tokens_per_s or 0.0
+    tokens_per_pass = r.outputs.tokens_per_round or 0.0
     pass_ms = 1e3 * tokens_per_pass / tokens_per_s
     speeds = f"{tokens_per_s:.0f}", f"{pass_ms:.2f}", f"{tokens_per_pass:.2f}"
     rows.append((f"ours, gamma {gamma}", *speeds, *[MISSING] * (len(gammas) + 2)))
-  for name in dict.fromkeys(r.baseline for r in measured):
-    over_baseline = [r for r in measured if r.baseline == name]
-    best = max(over_baseline, key=operator.attrgetter("speedup"))
-    tokens_per_s, pass_ms = best.baseline_tokens_per_s or 0.0, best.baseline_pass_ms or 0.0
+  for name in dict.fromkeys(r.settings.baseline for r in measured):
+    over_baseline = [r for r in measured if r.settings.baseline == name]
+    best = max(over_baseline, key=operator.attrgetter("times.speedup"))
+    tokens_per_s = best.times.baseline_tokens_per_s or 0.0
+    pass_ms = best.times.baseline_pass_ms or 0.0
     speeds = f"{tokens_per_s:.0f}", f"{pass_ms:.2f}", f"{pass_ms * tokens_per_s / 1e3:.2f}"
     limits = best.speedup_range
     spread = MISSING if limits is None else f"{limits[0]:.2f}-{limits[1]:.2f}"
-    speedups = (f"{r.speedup:.2f}" for r in over_baseline)
-    rows.append((name, *speeds, *speedups, spread, cell("identical", best)))
-  models = f"{first.task}, {first.target} with {first.draft}" if first.task else first.subject
+    speedups = (f"{r.times.speedup:.2f}" for r in over_baseline)
+    rows.append((name, *speeds, *speedups, spread, IDENTICAL.cell(best)))
+  models, settings = first.models, first.settings
+  names = f"{settings.task}, {models.target} with {models.draft}"
   title = (
-    f"{models}, {first.num_examples} texts, batch 1, "
-    f"{first.dtype}, kernels {first.kernels}, {first.device}, "
-    + (f"{first.beams} beams" if first.beams else f"temperature {first.temperature:g}")
+    f"{names if settings.task else first.subject}, {settings.num_examples} texts, batch 1, "
+    f"{models.dtype}, kernels {models.kernels}, {first.device}, "
+    + (f"{settings.beams} beams" if settings.beams else f"temperature {settings.temperature:g}")
   )
   columns = "decoder", "tokens/s", "ms/pass", "tok/pass", *speedup_columns, "spread", "identical"
   return Table(title, columns, tuple(rows), ())

@@ -17,9 +17,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from specdec_jax.beams import BeamSearcher
-from specdec_jax.checkpoints.huggingface import save_huggingface
+from specdec_jax.checkpoints.checkpoint import LoadedWeights, param_shapes
 from specdec_jax.checkpoints.load import open_checkpoint, recorded_path
-from specdec_jax.checkpoints.stored import LoadedWeights, param_shapes
+from specdec_jax.checkpoints.save import save_huggingface
 from specdec_jax.core.sampling import Sampling
 from specdec_jax.core.types import DecodeResult, Params
 from specdec_jax.data.vocabularies import open_vocabulary
@@ -210,8 +210,9 @@ def trained(
     precisions: precisions of this package; each is measured. Two that load the same weights, such
       as 'float' and 'stored' for a float32 checkpoint, are measured once.
   """
-  vocabulary = vocabulary or vocabulary_of(target)
-  if task is None and is_bundled(target):
+  checkpoint = open_checkpoint(target)
+  vocabulary = vocabulary or vocabulary_of(checkpoint)
+  if task is None and is_bundled(checkpoint):
     task = EMBEDDED.name
   target_path, draft_path = recorded_path(target), recorded_path(learned or draft)
   target, draft = (

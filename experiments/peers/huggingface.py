@@ -93,11 +93,11 @@ def _load(comparison: Comparison, assistant: dict | None = None) -> Generate:
     num_target_calls[0] += 1
     tokens = kwargs["decoder_input_ids"]
     if alpha is not None and tokens.shape[1] > 1:
-      # As in `SimulatedModel`: the logits at the token before a guess, which verify the guess, are
-      # changed so that the guess is certain or impossible.
-      guesses = tokens[:, 1:, None]
-      bonus = torch.where(torch.rand(guesses.shape) < alpha, CERTAIN, -CERTAIN)
-      output.logits[:, :-1].scatter_add_(2, guesses, bonus)
+      # As in `SimulatedModel`: the logits at the token before a draft token, which verify the draft
+      # token, are changed so that the draft token is certain or impossible.
+      draft_tokens = tokens[:, 1:, None]
+      bonus = torch.where(torch.rand(draft_tokens.shape) < alpha, CERTAIN, -CERTAIN)
+      output.logits[:, :-1].scatter_add_(2, draft_tokens, bonus)
 
   def generate(source, seed, max_new_tokens, temperature):
     num_target_calls[0] = 0

@@ -14,7 +14,7 @@ from typing import Literal
 import numpy as np
 
 from experiments.peers.comparison import Backend, Comparison, Generate
-from specdec_jax.checkpoints.pretrained import open_arrays, read_config
+from specdec_jax.checkpoints import files, huggingface
 from specdec_jax.models.t5 import EOS_ID, PAD_ID
 
 ComputeType = Literal["float32", "bfloat16", "q8_0"]
@@ -54,7 +54,7 @@ def _convert(folder: str, path: str, compute_type: ComputeType) -> None:
   """
   import gguf
 
-  config = read_config(folder)
+  config = files.read_json(folder, huggingface.CONFIG)
   num_layers, num_decoder_layers = config["num_layers"], config["num_decoder_layers"]
   architecture = gguf.MODEL_ARCH.T5
   writer = gguf.GGUFWriter(path, gguf.MODEL_ARCH_NAMES[architecture], use_temp_file=True)
@@ -81,8 +81,7 @@ def _convert(folder: str, path: str, compute_type: ComputeType) -> None:
     quantized = gguf.quants.quantize(array.astype(np.float32), array_type)
     writer.add_tensor(names.get_name(name, (".weight",)), quantized, raw_dtype=array_type)
 
-  for name, stored in open_arrays(folder, unused="", rename=str).items():
-    array = stored.whole()
+  for name, array in huggingface.read_arrays(folder).items():
     add(name, array)
     if name.startswith("encoder.block.0."):
       for i in range(num_layers, num_decoder_layers):

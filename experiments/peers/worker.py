@@ -23,7 +23,7 @@ import numpy as np
 from experiments.peers.comparison import Backend, Comparison, Generate
 from specdec_jax.core.types import DecodeResult, Rounds
 from specdec_jax.data.vocabulary import padded
-from specdec_jax.measure.timing import timed
+from specdec_jax.measure.costs import timed
 from specdec_jax.models.t5 import PAD_ID
 
 _GENERATE: dict[str, Generate] = {}  # backends that are loaded in this subprocess, by name

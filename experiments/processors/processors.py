@@ -35,7 +35,7 @@ from specdec_jax.core.types import Params
 from specdec_jax.core.verify.tokens import TokenVerifier
 from specdec_jax.drafts.model import ModelDraft
 from specdec_jax.measure.machine import provenance
-from specdec_jax.measure.reporting.tables import Table
+from specdec_jax.measure.tables import Table
 from specdec_jax.models.config import T5Config
 from specdec_jax.models.families import init_params
 from specdec_jax.models.t5 import T5Model

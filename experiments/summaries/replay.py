@@ -19,7 +19,7 @@ from jaxtyping import Float, Int
 from specdec_jax.core.arrays import gather
 from specdec_jax.core.sampling import Sampling, row_keys
 from specdec_jax.core.trees import AnyTree, NodeLayout, chain, place_chain
-from specdec_jax.core.wrappers import WrappedModel
+from specdec_jax.core.types import WrappedModel
 from specdec_jax.data.vocabulary import padded
 from specdec_jax.errors import InputError
 from specdec_jax.load import random_model, size_name

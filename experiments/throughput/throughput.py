@@ -1,16 +1,12 @@
 """Tokens per second of continuous batching, compared with batches that run to their last row."""
 
-import dataclasses
-import functools
 import itertools
 import pathlib
-import statistics
 from collections.abc import Iterable, Sequence
 
 import numpy as np
 from rich.console import Console
 
-from specdec_jax.commands.translate import decode_lines
 from specdec_jax.core.counts import acceptance_rate, num_rounds, num_tokens
 from specdec_jax.core.loading import DecodeSettings
 from specdec_jax.core.sampling import Sampling
@@ -18,17 +14,21 @@ from specdec_jax.core.trees import AnyTree, chain
 from specdec_jax.core.types import DecodeResult
 from specdec_jax.data.text import read_lines
 from specdec_jax.measure import records
-from specdec_jax.measure.measure import settings_to_measure
+from specdec_jax.measure.costs import interleaved_seconds, ratio_range
 from specdec_jax.measure.progress import Progress
-from specdec_jax.measure.records import Record
-from specdec_jax.measure.reporting.columns import range_text
-from specdec_jax.measure.reporting.formats import render
-from specdec_jax.measure.reporting.tables import (
+from specdec_jax.measure.records import Record, settings_to_measure
+from specdec_jax.measure.tables import (
+  GAMMA,
+  IDENTICAL,
   MISSING,
+  SPEEDUP_RANGE,
+  Column,
   Table,
+  records_table,
+  render,
 )
-from specdec_jax.measure.timing import interleaved_seconds, ratio_range, timed
 from specdec_jax.pair import Pair
+from specdec_jax.serve.lines import decode_lines
 
 
 def measure_throughput(
@@ -65,13 +65,14 @@ def measure_throughput(
     seed: random seed of all sampling.
   """
   combinations = [*itertools.product(zip(inputs, num_texts, strict=True), batch_sizes, gammas)]
-  with records.open_results(output_dir) as path, Progress() as bar:
+  path = records.results_path(output_dir)
+  with Progress() as bar:
     task = bar.add_task("measuring", total=len(combinations))
     for (file, limit), batch_size, gamma in combinations:
       texts = read_lines(file, limit=limit)
       settings = DecodeSettings(Sampling(temperature), batch_size, max_new_tokens, seed)
-      (setting,) = settings_to_measure(pair, texts, [settings], [gamma], "batches")
-      setting = dataclasses.replace(setting, task=pathlib.Path(file).name)
+      (setting,) = settings_to_measure(pair, texts, [settings], [gamma], "batches", repeats)
+      setting = setting.replace(task=pathlib.Path(file).name)
       for record in records.missing(path, [setting]):
         records.append(path, _measured(record, pair, texts, chain(gamma), settings, repeats))
       bar.advance(task)
@@ -92,75 +93,70 @@ def _measured(
 
   def decode(lines: Iterable[str]) -> tuple[list[str], list[DecodeResult]]:
     outputs, decoded = zip(*decode_lines(pair, lines, tree, settings))
-    return [*itertools.chain(*outputs)], [*itertools.chain(*decoded)]
+    return [*outputs], [*filter(None, decoded)]
 
   # `decode_lines` decodes an iterator batch by batch, and a sequence by continuous batching.
   calls = [lambda: decode(iter(texts)), lambda: decode(texts)]
-  timed_calls = [functools.partial(timed, call) for call in calls]
-  seconds, ((batch_texts, in_batches), (slot_texts, in_slots)) = interleaved_seconds(
-    timed_calls, repeats
-  )
-  before, after = (statistics.median(of_call) for of_call in seconds.T.tolist())
-  low, high = ratio_range(before / after, seconds[:, 0] / seconds[:, 1])
+  (batches_s, slots_s), results = interleaved_seconds(calls, repeats)
+  (batch_texts, in_batches), (slot_texts, in_slots) = results
+  before, after = float(np.median(batches_s)), float(np.median(slots_s))
+  low, high = ratio_range(before / after, batches_s / slots_s)
   tokens = num_tokens(in_slots)
   rows = [[row for each in found for row in each.tokens] for found in (in_batches, in_slots)]
   same = all(np.array_equal(one, other) for one, other in zip(*rows, strict=True))
-  return dataclasses.replace(
-    setting,
+  return setting.replace(
     num_tokens=tokens,
     rounds=num_rounds(in_slots),
     tokens_per_round=tokens / num_rounds(in_slots),
-    acceptance_rate=acceptance_rate(in_slots) if tree.num_guesses else None,
+    acceptance_rate=acceptance_rate(in_slots) if tree.num_draft_tokens else None,
     identical=same and batch_texts == slot_texts,
     baseline_tokens_per_s=tokens / before,
     speculative_tokens_per_s=tokens / after,
     speedup=before / after,
     speedup_low=low,
     speedup_high=high,
-    seconds=float(seconds.sum()),
+    seconds=float(np.sum([batches_s, slots_s])),
   )
 
 
 def throughput_table(measured: Sequence[Record]) -> Table:
   """Return a table of the tokens per second of batches and of continuous batching."""
-  headings = "task", "draft", "batch", "gamma", "batches", "continuous", "ratio", "identical"
-  rows = [
-    (
-      r.task or MISSING,
-      r.draft if r.gamma else MISSING,
-      str(r.batch_size),
-      str(r.gamma),
-      f"{r.baseline_tokens_per_s:,.0f}",
-      f"{r.speculative_tokens_per_s:,.0f}",
-      f"{r.speedup:.2f}{range_text(r)}",
-      {True: "yes", False: "NO", None: MISSING}[r.identical],
-    )
-    for r in measured
-  ]
+  columns = (
+    Column("task", "settings.task"),
+    Column("draft", lambda r: r.models.draft if r.settings.gamma else None),
+    Column("batch", "settings.batch_size"),
+    GAMMA,
+    Column("batches", "times.baseline_tokens_per_s", ",.0f"),
+    Column("continuous", "times.speculative_tokens_per_s", ",.0f"),
+    SPEEDUP_RANGE._replace(heading="ratio", meaning=""),
+    IDENTICAL._replace(meaning=""),
+  )
   notes = (
     "Tokens per second. Batches run to their last row; in continuous batching, the next text takes "
     "the row of a text that has ended.",
   )
   first = measured[0]
-  device = first.processor or first.device_kind
-  title = f"{first.target}, {first.dtype}, {first.kernels} kernels, {device}"
-  return Table(title, headings, tuple(rows), notes)
+  device = first.machine.processor or first.machine.device_kind
+  title = f"{first.models.target}, {first.models.dtype}, {first.models.kernels} kernels, {device}"
+  return records_table(title, measured, columns, notes)
 
 
 def gammas_table(measured: Sequence[Record]) -> Table:
   """Return a table of the tokens per second of continuous batching for each gamma."""
+
   # Without a draft, the speed depends only on the target's arithmetic and the batch size.
-  of_target = {
-    (r.dtype, r.kernels, r.batch_size): {0: r.speculative_tokens_per_s or 0}
-    for r in measured
-    if not r.gamma
-  }
+  def target(r: Record) -> tuple[str, str, int]:
+    return r.models.dtype, r.models.kernels, r.settings.batch_size
+
+  def speed(r: Record) -> float:
+    return r.times.speculative_tokens_per_s or 0.0
+
+  of_target = {target(r): {0: speed(r)} for r in measured if not r.settings.gamma}
   speeds: dict[tuple[str, ...], dict[int, float]] = {}
   for r in measured:
-    row = f"{r.dtype}, {r.kernels}", r.draft, str(r.batch_size)
-    without_draft = of_target.get((r.dtype, r.kernels, r.batch_size), {})
-    speeds.setdefault(row, {**without_draft})[r.gamma] = r.speculative_tokens_per_s or 0
-  gammas = sorted({r.gamma for r in measured})
+    row = f"{r.models.dtype}, {r.models.kernels}", r.models.draft, str(r.settings.batch_size)
+    speeds.setdefault(row, {**of_target.get(target(r), {})})[r.settings.gamma] = speed(r)
+  gammas = sorted({r.settings.gamma for r in measured})
   headings = (
     "arithmetic, kernels",
     "draft",
@@ -177,6 +173,7 @@ def gammas_table(measured: Sequence[Record]) -> Table:
     for row, by_gamma in speeds.items()
   ]
   first = measured[0]
-  title = f"{first.task}, {first.num_examples} texts, {first.processor or first.device_kind}"
+  device = first.machine.processor or first.machine.device_kind
+  title = f"{first.settings.task}, {first.settings.num_examples} texts, {device}"
   notes = ("Tokens per second of continuous batching; gamma 0 is autoregressive decoding.",)
   return Table(title, headings, tuple(rows), notes)

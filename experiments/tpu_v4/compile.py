@@ -25,7 +25,7 @@ from specdec_jax.core.trees import AnyTree, DynamicTree, Tree, chain
 from specdec_jax.core.types import Loaded, Params
 from specdec_jax.core.verify.tokens import TokenVerifier
 from specdec_jax.drafts.dynamic import model_draft
-from specdec_jax.drafts.heads import AnyConfig, SpeculatorConfig, init_params
+from specdec_jax.drafts.heads import AnyConfig, DraftHead, init_params
 from specdec_jax.errors import InputError
 from specdec_jax.load import head_factory
 from specdec_jax.models.families import Config, model_of
@@ -217,7 +217,7 @@ def programs(
   pair = _PairOnSite(target, draft, Site(devices), settings)
   speculative = Decoder(pair.target, pair.draft, pair.verifier, eos_id=1)
   autoregressive = Decoder(pair.target, NullDraft(), pair.verifier, eos_id=1)
-  params, target_params = Params(pair.target.params, pair.draft.params), Params(pair.target.params)
+  params, target_params = Params(pair.target_params, pair.draft_params), Params(pair.target_params)
   lowered: Programs = {
     "speculative loop": functools.partial(pair.lower_loop, speculative, params),
     "plain loop": functools.partial(pair.lower_loop, autoregressive, target_params),
@@ -227,7 +227,7 @@ def programs(
   }
   if not isinstance(settings.tree, DynamicTree):
     lowered["verify"] = functools.partial(pair.lower_target, settings.tree)
-  if isinstance(draft, SpeculatorConfig):
+  if isinstance(draft, DraftHead):
     lowered["drafting"] = functools.partial(pair.lower_drafting, speculative, params)
   else:
     lowered["draft step"] = functools.partial(pair.lower_draft_step, draft)
@@ -245,7 +245,7 @@ class _PairOnSite:
     self.target = PartitionedModel(model_of(target), site.mesh)
     self.target_params = site.params(target, RULES)
     self.draft_params = site.params(draft, settings.draft_rules)
-    if isinstance(draft, SpeculatorConfig):
+    if isinstance(draft, DraftHead):
       loaded = Loaded("target", model_of(target), self.target_params, vocabulary=None)
       factory = head_factory(draft.kind, draft, self.draft_params, loaded)
       unsharded, self.draft_params = factory.build(settings.sampling, self.tree), factory.params

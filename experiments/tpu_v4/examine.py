@@ -17,7 +17,7 @@ from experiments.tpu_v4.hlo import (
   weight_copies,
 )
 from specdec_jax.core.trees import AnyTree
-from specdec_jax.measure.reporting.tables import MISSING, Table
+from specdec_jax.measure.tables import MISSING, Table
 
 LOOPS = "speculative loop", "plain loop"
 

@@ -19,9 +19,9 @@ from experiments.tpu_v4.beams import BeamSettings, beam_programs
 from specdec_jax.core.atomic_files import atomic_write
 from specdec_jax.core.sampling import Sampling
 from specdec_jax.core.trees import AnyTree, DynamicTree
-from specdec_jax.drafts.heads import HEADS, AnyConfig, SpeculatorConfig, speculator_config
+from specdec_jax.drafts.heads import HEADS, AnyConfig, DraftHead, new_head
 from specdec_jax.errors import InputError
-from specdec_jax.measure.reporting.formats import render
+from specdec_jax.measure.tables import render
 from specdec_jax.models.config import Weights, named_dtype
 from specdec_jax.models.partitioning import REPLICATED, RULES
 from specdec_jax.models.sizes import named_config
@@ -113,13 +113,13 @@ def main() -> None:
   target = named_config(args.version, args.target, **options)
   draft: AnyConfig
   if args.draft in HEADS:
-    draft = speculator_config(
+    draft = new_head(
       target,
       args.draft,
       gamma=args.gamma,
       emb_dim=args.width,
       mlp_dim=4 * args.width,
-      num_layers=args.layers,
+      num_decoder_layers=args.layers,
     )
   else:
     draft = named_config(args.version, args.draft, **options)
@@ -131,7 +131,7 @@ def main() -> None:
   elif args.nodes and not args.beams:
     gamma = best_tree([float(x) for x in args.ranks.split(",")], args.nodes, args.gamma)
   if args.beams:
-    if args.cut_draft or isinstance(draft, SpeculatorConfig):
+    if args.cut_draft or isinstance(draft, DraftHead):
       raise InputError("The draft of a beam search must be a model, replicated on each chip.")
     beam_settings = BeamSettings(
       num_beams=args.beams,

@@ -22,8 +22,7 @@ from experiments.tpu_v4.examine import examine
 from specdec_jax import theory
 from specdec_jax.core.sampling import Sampling
 from specdec_jax.measure.machine import commit
-from specdec_jax.measure.reporting.formats import render
-from specdec_jax.measure.reporting.tables import Table
+from specdec_jax.measure.tables import Table, render
 from specdec_jax.models.sizes import t5_config
 
 # The paper does not give lengths. T5 processes the first 512 pieces of an article, and 128 pieces

@@ -8,7 +8,7 @@ import numpy as np
 from experiments.tpu_v4.examine import read_report
 from specdec_jax import theory
 from specdec_jax.measure.records import read
-from specdec_jax.measure.reporting.tables import Table
+from specdec_jax.measure.tables import Table, with_interval
 
 ALPHAS = (0.75, 0.62)  # the paper's alphas for T5-small on EnDe: argmax, and standard sampling
 SHAPES = ((8, 5), (16, 5), (32, 5), (64, 8), (64, 10))  # (nodes, depth) of the trees
@@ -46,10 +46,11 @@ def dynamic_speeds_table(records: str, *reports: str) -> Table:
     settings, round_ = report["settings"], report["over_a_step"]["round"]
     shape = settings["nodes"], settings["gamma"], settings["temperature"]
     for r in measured:
-      tokens = r.tokens_per_round
-      if (r.dynamic_nodes, r.gamma, r.temperature) == shape and tokens is not None:
-        interval = f"{tokens:.2f} [{r.tokens_per_round_low:.2f},{r.tokens_per_round_high:.2f}]"
-        cells = f"{r.draft}|{settings['draft']}|{r.temperature:g}|{r.dynamic_nodes}|{r.gamma}"
+      s, tokens = r.settings, r.outputs.tokens_per_round
+      if (s.dynamic_nodes, s.gamma, s.temperature) == shape and tokens is not None:
+        interval = with_interval("outputs.tokens_per_round", ".2f")(r)
+        drafts = f"{r.models.draft}|{settings['draft']}"
+        cells = f"{drafts}|{s.temperature:g}|{s.dynamic_nodes}|{s.gamma}"
         rows.append((*cells.split("|"), interval, f"{round_:.3f}", f"{tokens / round_:.2f}"))
   columns = "measured draft|compiled draft|temperature|nodes|depth|tokens|round|speed"
   title = "Predicted speedup of dynamic trees over autoregressive decoding on TPU v4"
@@ -87,7 +88,7 @@ def tree_speeds_table(chain_report: str, tree_report: str) -> Table:
       speed = tokens / cost
       cells = f"{alpha:g}|{kind}|{num_nodes}|{depth}|{tokens:.2f}|{cost:.3f}|{speed:.2f}"
       rows.append((*cells.split("|"), f"{speed / chain_speed:.2f}"))
-  columns = "alpha|guesses|nodes|depth|tokens|round|speed|over chain"
+  columns = "alpha|draft tokens|nodes|depth|tokens|round|speed|over chain"
   title = "Predicted speedup of trees over autoregressive decoding on TPU v4"
   return Table(title, tuple(columns.split("|")), tuple(rows), NOTES)
 

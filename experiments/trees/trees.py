@@ -15,6 +15,7 @@ import jax
 import numpy as np
 from jax import Array
 
+from experiments.autoregressive import generate
 from specdec_jax.commands.quickstart import show_examples
 from specdec_jax.commands.speedup import decode_examples
 from specdec_jax.core.counts import identical, num_tokens, require_finite
@@ -25,31 +26,71 @@ from specdec_jax.core.types import DecodeResult, Verifier
 from specdec_jax.core.verify.blocks import BlockVerifier
 from specdec_jax.core.verify.tokens import TokenVerifier
 from specdec_jax.measure.alpha import positional_acceptance, ratio_with_interval
-from specdec_jax.measure.autoregressive import generate
 from specdec_jax.measure.costs import Costs, measure_costs
-from specdec_jax.measure.measure import settings_to_measure
-from specdec_jax.measure.records import Record
-from specdec_jax.measure.reporting.charts import Curve, line_charts
-from specdec_jax.measure.reporting.columns import cell, headings, legend
-from specdec_jax.measure.reporting.html import Section, html_table, page
-from specdec_jax.measure.reporting.markup import Markup
-from specdec_jax.measure.reporting.record_charts import figures_with_note
-from specdec_jax.measure.reporting.stepper import Example, stepper
-from specdec_jax.measure.reporting.tables import (
-  MISSING,
+from specdec_jax.measure.records import Record, settings_to_measure
+from specdec_jax.measure.report import Bar, Chart, Section, page
+from specdec_jax.measure.rounds import Example
+from specdec_jax.measure.sweep import Report, Step, sweep
+from specdec_jax.measure.tables import (
+  IDENTICAL,
+  C,
+  Column,
   Table,
+  V,
   measured_with,
   models_text,
+  records_table,
   sampling_text,
+  with_interval,
 )
-from specdec_jax.measure.sweep import Report, Step, sweep
 from specdec_jax.pair import Pair
 from specdec_jax.theory import best_tree
 
 # Columns of `lengths_table` before and after "over chain".
-LENGTHS = ("filters", "proposal", "nodes", "depth", "verifier", "tokens", "length_interval")
-
-LENGTHS_COSTS = ("c", "v", "predicted_long", "identical", "seed")
+LENGTHS = (
+  Column("temperature", sampling_text),
+  Column(
+    "proposal",
+    "kind",
+    "",
+    "chain, tree or dynamic tree; a tree is the best one with at most this many nodes and this "
+    "depth for the acceptance rate of each rank of children, which was measured on other texts; a "
+    "dynamic tree is selected in each round from the draft's most probable tokens",
+  ),
+  Column(
+    "nodes",
+    "num_nodes",
+    "",
+    "nodes per target forward pass, including the last committed token",
+  ),
+  Column(
+    "depth",
+    "settings.gamma",
+    "",
+    "maximal number of draft tokens that one round can accept",
+  ),
+  Column("verifier", lambda r: r.settings.verifier.removesuffix("Verifier")),
+  Column("tokens", "outputs.num_tokens", "", "tokens of all outputs"),
+  Column(
+    "acceptance length",
+    with_interval("outputs.tokens_per_round", ".2f"),
+    "",
+    "tokens per round, including the bonus token or the correction, with its 95% interval "
+    "(bootstrap over texts)",
+  ),
+)
+LENGTHS_COSTS = (
+  C,
+  V,
+  Column(
+    "predicted",
+    "times.predicted_measured_cost",
+    ".2f",
+    "predicted speedup for a long text: acceptance length / (depth c + v)",
+  ),
+  IDENTICAL,
+  Column("seed", "settings.seed"),
+)
 
 WIDTH = 8  # number of ranks whose acceptance is measured
 
@@ -84,7 +125,7 @@ def trees(
     shapes: (nodes, depth) of static trees; both are maximums. The rounds that are shown use the
       first static tree, or the first dynamic tree if there is no static tree.
     dynamic: (nodes, depth) of dynamic trees, which are verified with `TokenVerifier`.
-    verifiers: classes of `core.verify`, or functions from a sampling method to a verifier. At
+    verifiers: `Verifier` classes, or functions from a sampling method to a verifier. At
       temperature 0 only the first is used, because all exact verifiers accept the same tokens.
     calibration_texts: number of texts from which trees are built.
     calibration_tokens: number of generated tokens from which trees are built. The calibration texts
@@ -125,7 +166,7 @@ def trees(
       for tree in proposals:
         for verified in _with_verifiers(pair, sampling, tree, verifiers):
           (setting,) = settings_to_measure(verified, rest, [settings], [tree.depth])
-          setting = dataclasses.replace(setting, **_shape(tree))
+          setting = setting.replace(**_shape(tree))
           yield Step(
             f"temperature {sampling_text(setting)}, {setting.kind} of {tree.num_nodes} nodes",
             [setting],
@@ -135,8 +176,7 @@ def trees(
   def page(measured: list[Record]) -> str:
     shown = rest[: max(0, report_examples)]
     examples = [
-      [*decode_examples(with_first_verifier, shown, [settings], [tree])]
-      for settings, tree in to_show
+      [*decode_examples(with_first_verifier, shown, [settings], tree)] for settings, tree in to_show
     ]
     for sampling_examples in examples:
       show_examples(sampling_examples, 1)
@@ -150,7 +190,7 @@ def _shape(tree: AnyTree) -> dict[str, Any]:
   """Return the fields of a record that describe a tree, except its depth."""
   if isinstance(tree, DynamicTree):
     return {"dynamic_nodes": tree.num_nodes}
-  return {} if tree.is_chain else {"tree": list(tree.parents)}
+  return {} if tree.is_chain else {"tree": tuple(tree.parents)}
 
 
 def _with_verifiers(
@@ -176,7 +216,8 @@ def _costs(
 ) -> dict[AnyTree, Costs]:
   """Measure the costs of a round with each chain and static tree, interleaved."""
   timed = [tree for tree in trees if isinstance(tree, Tree)]
-  return dict(zip(timed, measure_costs(pair, timed, prompt, sampling, max_new_tokens)))
+  (costs,) = measure_costs([pair], timed, prompt, sampling, max_new_tokens)
+  return dict(zip(timed, costs))
 
 
 def _measure(
@@ -206,15 +247,14 @@ def _measure(
   generated, costs = generate_texts(), measured_costs().get(tree)
   decode, outputs = pair.decode_fn(sampling, tree), []
   for i, (prompt, keys, _) in enumerate(generated):
-    decoded = decode(prompt, keys, max_new_tokens=setting.max_new_tokens)
+    decoded = decode(prompt, keys, max_new_tokens=setting.settings.max_new_tokens)
     outputs.append(require_finite(jax.device_get(decoded)))
     report((i + 1) / len(generated))
   lengths = np.concatenate([o.lengths for o in outputs])
   rounds = np.concatenate([(o.rounds.num_emitted > 0).sum(axis=0) for o in outputs])
   length = ratio_with_interval(lengths, rounds)
   *_, autoregressive = zip(*generated)
-  yield dataclasses.replace(
-    setting,
+  yield setting.replace(
     num_tokens=num_tokens(outputs),
     rounds=int(rounds.sum()),
     tokens_per_round=length.mean,
@@ -234,72 +274,52 @@ def lengths_table(records: Sequence[Record]) -> Table:
   All records have the same pair and texts.
   """
   first = records[0]
+
+  def setting(r: Record) -> tuple[str, int, int]:
+    return sampling_text(r), r.settings.gamma, r.settings.seed
+
   chain_lengths = {
-    (sampling_text(r), r.gamma, r.seed): r.tokens_per_round
+    setting(r): r.outputs.tokens_per_round
     for r in records
-    if r.kind == "chain" and r.verifier == "TokenVerifier"
+    if r.kind == "chain" and r.settings.verifier == "TokenVerifier"
   }
-
-  def over_chain(r: Record) -> str:
-    chain_length = chain_lengths.get((sampling_text(r), r.gamma, r.seed))
-    return f"{(r.tokens_per_round or 0.0) / chain_length:.3f}" if chain_length else MISSING
-
-  rows = tuple(
-    (
-      *(cell(name, r) for name in LENGTHS),
-      over_chain(r),
-      *(cell(name, r) for name in LENGTHS_COSTS),
-    )
-    for r in records
+  over_chain = Column(
+    "over chain",
+    lambda r: (r.outputs.tokens_per_round or 0.0) / chain_lengths.get(setting(r)),
+    ".3f",
+    "acceptance length / that of the chain of the same depth with token verification",
   )
-  meanings = legend((*LENGTHS, *LENGTHS_COSTS)) | {
-    "over chain": "acceptance length / that of the chain of the same depth with token verification"
-  }
-  texts_per_batch = "1 text" if first.batch_size == 1 else f"{first.batch_size} texts"
+  size = first.settings.batch_size
+  texts_per_batch = "1 text" if size == 1 else f"{size} texts"
   notes = f"Costs are measured with {texts_per_batch} per batch.", measured_with(records)
-  columns = (*headings(LENGTHS), "over chain", *headings(LENGTHS_COSTS))
-  return Table(f"{models_text(first)}: acceptance lengths", columns, rows, notes, meanings)
+  title = f"{models_text(first)}: acceptance lengths"
+  return records_table(title, records, (*LENGTHS, over_chain, *LENGTHS_COSTS), notes)
 
 
 def lengths_report(records: Sequence[Record], examples: Sequence[Example], title: str) -> str:
   """Return an HTML page with a chart and a table of acceptance lengths, and with decoded rounds."""
-  table = lengths_table(records)
+  note = (
+    "One target forward pass verifies all nodes of a round. The line is autoregressive decoding."
+  )
   return page(
     title,
     records,
-    Section("Acceptance length against nodes", length_charts(records)),
-    Section("Measured settings", html_table(table)),
-    Section("Round by round", stepper(examples)),
+    [
+      Section("Acceptance length against nodes", charts=length_charts(records), note=note),
+      Section("Measured settings", lengths_table(records)),
+      Section("Round by round", examples=examples),
+    ],
   )
 
 
-def length_charts(records: Sequence[Record]) -> Markup:
-  """Return one chart per sampling method, with a curve for each kind of proposal and verifier."""
-  verifiers = [*dict.fromkeys(r.verifier for r in records)]
-  charts = {}
-  for sampling in dict.fromkeys(map(sampling_text, records)):
-    curves = []
-    for kind, colour in ("chains", "orange"), ("trees", "blue"), ("dynamic trees", "green"):
-      for verifier in verifiers:
-        points = sorted(
-          (r.num_nodes, r.tokens_per_round)
-          for r in records
-          if (sampling_text(r), r.verifier) == (sampling, verifier)
-          and f"{r.kind}s" == kind
-          and r.tokens_per_round is not None
-        )
-        name = kind if len(verifiers) == 1 else f"{kind}, {verifier.removesuffix('Verifier')}"
-        if points:
-          curves.append(Curve(name, colour, "-" if verifier == verifiers[0] else "--", points))
-    if curves:
-      charts[f"Temperature {sampling}"] = curves
-  return figures_with_note(
-    line_charts(
-      charts,
-      y_label="acceptance length: tokens per target pass",
-      x_label="nodes (last committed token included)",
-      log2=True,
-    ),
-    "One target forward pass verifies all nodes of a round. With one node it is autoregressive "
-    "decoding.",
-  )
+def length_charts(records: Sequence[Record]) -> list[Chart]:
+  """Return one chart per sampling method, with a bar for each proposal and verifier."""
+  colours = {"chain": "bound", "tree": "measured", "dynamic tree": "predicted"}
+  charts: dict[str, list[Bar]] = {}
+  for r in sorted(records, key=lambda r: (r.kind, r.num_nodes)):
+    if (length := r.outputs.tokens_per_round) is not None:
+      verifier = r.settings.verifier.removesuffix("Verifier")
+      label = f"{r.kind}, {r.num_nodes} nodes, {verifier}"
+      bar = Bar(label, length, f"{length:.2f}", colours[r.kind])
+      charts.setdefault(f"Temperature {sampling_text(r)}", []).append(bar)
+  return [Chart(heading, bars) for heading, bars in charts.items()]

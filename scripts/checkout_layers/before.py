@@ -18,6 +18,11 @@ TIMED = "timings", "provenance", "tokens_per_s", "seconds"  # fields that differ
 TABULATE = "specdec_jax.bench.tabulate"
 
 
+def untimed(values):
+  """Return the fields of a line of JSON that are equal in two runs."""
+  return {name: value for name, value in values.items() if name not in TIMED}
+
+
 def table(name, files):
   """Return the headings and the rows of a table."""
   made = importlib.import_module(TABULATE).named_table(name, files)
@@ -37,9 +42,9 @@ def read_checkpoint(path):
   from specdec_jax.checkpoints.load import load_params, open_checkpoint
 
   config = open_checkpoint(path).config
-  parts = {"config": {name: repr(value) for name, value in vars(config).items()}}
-  parts |= {"stored": load_params(path, config), "half": load_params(path, config, jnp.bfloat16)}
-  if not hasattr(config, "kind"):  # not a draft head
+  parts = {"stored": load_params(path, config), "half": load_params(path, config, jnp.bfloat16)}
+  if not hasattr(config, "kind"):  # no draft head, whose fields differ between checkouts
+    parts["config"] = {name: repr(value) for name, value in vars(config).items()}
     fused = dataclasses.replace(config, fused=True, tied_logits=False)
     parts["fused"] = load_params(path, fused)
   return parts
@@ -80,8 +85,8 @@ def write_files(folder):
   import test_vocabularies as vocabularies
   import tiny
   import tiny_pair
-
   from specdec_jax.checkpoints.folder import save_model
+
   from specdec_jax.drafts.heads import HEADS, SpeculatorConfig
 
   tiny_pair.gpt_folder()

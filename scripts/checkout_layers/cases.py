@@ -194,7 +194,7 @@ def written(layer, folder, arguments):
   for path in sorted(path for path in folder.rglob("*") if "checkpoints" not in path.parts):
     if path.suffix == ".jsonl":
       for i, line in enumerate(path.read_text(encoding="utf-8").splitlines()):
-        parts[f"{path.name}, line {i}"] = without(json.loads(line), layer.TIMED)
+        parts[f"{path.name}, line {i}"] = layer.untimed(json.loads(line))
     elif path.suffix == ".msgpack":
       parts[path.name] = serialization.msgpack_restore(path.read_bytes())
     elif path.suffix == ".npz":
@@ -244,7 +244,8 @@ def flat(value, name=""):
   value = value._asdict() if hasattr(value, "_asdict") else value
   if isinstance(value, dict):
     for key, part in value.items():
-      yield from flat(part, f"{name}/{key}" if name else str(key))
+      key = re.sub("draft.tokens", "guesses", str(key))  # as they were called before
+      yield from flat(part, f"{name}/{key}" if name else key)
   elif hasattr(value, "dtype"):
     array = np.asarray(value)
     yield name, f"{array.dtype}{[*array.shape]} {code(array.tobytes())}"

@@ -9,7 +9,13 @@ Axis letters in addition to those of `core.types`:
   J  verified nodes after a pass: Q + M
 """
 
-from specdec_jax.beams.drafts import BeamDraft, ModelBeamDraft, NullBeamDraft, TreeBeamDraft
+from specdec_jax.beams.drafts import (
+  BeamDraft,
+  ModelBeamDraft,
+  NullBeamDraft,
+  TreeBeamDraft,
+  beam_draft,
+)
 from specdec_jax.beams.search import BeamResult, BeamSearcher
 from specdec_jax.beams.step import Scorer
 
@@ -21,4 +27,5 @@ __all__ = [
   "NullBeamDraft",
   "Scorer",
   "TreeBeamDraft",
+  "beam_draft",
 ]

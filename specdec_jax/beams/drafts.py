@@ -19,21 +19,23 @@ from specdec_jax.beams.forest import BeamContext, Forest
 from specdec_jax.beams.layout import PlacedNodes, move_nodes, slot_mask, write_block
 from specdec_jax.beams.verified import NO_ENTRY, find_child
 from specdec_jax.core.arrays import gather
-from specdec_jax.core.processors import Prefixes, Processors, process
+from specdec_jax.core.processors import Prefixes, process
 from specdec_jax.core.settings import Settings
 from specdec_jax.core.trees import Tree
-from specdec_jax.core.types import Context, Draft, Model
+from specdec_jax.core.types import Context, Draft, DraftOptions, Model
 from specdec_jax.errors import InputError, require_count
 
 
 @runtime_checkable
 class ModelBasedDraft(Protocol):
-  """Protocol of drafts that use a model; it has the members that `ModelBeamDraft` uses."""
+  """Protocol of drafts whose model can search, as `ModelDraft`: what `ModelBeamDraft` uses."""
 
   @property
   def model(self) -> Model: ...
   @property
   def tree(self) -> Tree: ...
+  @property
+  def options(self) -> DraftOptions: ...
 
   def init(self, params: Any, context: Context, hidden: Float[Array, "B C E"]) -> Any:
     """See `Draft.init`."""
@@ -59,20 +61,16 @@ class BeamDraft(Settings, abc.ABC):
   depth: int
 
   @abc.abstractmethod
-  def num_guesses(self, num_beams: int) -> int:
+  def num_draft_tokens(self, num_beams: int) -> int:
     """Return N, the number of draft tokens after `num_beams` live beams."""
 
   def num_nodes(self, num_beams: int) -> int:
     """Return M, the maximum number of nodes per target forward pass; by default, all nodes."""
-    return num_beams + self.num_guesses(num_beams)
+    return num_beams + self.num_draft_tokens(num_beams)
 
   def init(self, params: Any, context: Context, hidden: Float[Array, "B C E"]) -> Any:
     """Return the state of the draft before the first round; by default it is empty."""
     return ()
-
-  def with_processors(self, processors: Processors) -> "BeamDraft":
-    """Return this draft with the target's logits processors; see `Draft.with_processors`."""
-    return self
 
   @abc.abstractmethod
   def propose(self, params: Any, state: Any, context: BeamContext) -> tuple[Forest, Any]:
@@ -84,8 +82,6 @@ class BeamDraft(Settings, abc.ABC):
     """Return the state of the draft after a round; by default it does not change.
 
     Args:
-      state: state that `propose` returned.
-      context: context of the round.
       path: draft tokens that the steps of the round extended, as nodes of the forest: w for each of
         steps 2 to D + 1. Step 1, which extends the last tokens from before the round, is left out.
         Entries past the last step of a row are arbitrary.
@@ -100,7 +96,7 @@ class NullBeamDraft(BeamDraft):
 
   depth: int = 0
 
-  def num_guesses(self, num_beams: int) -> int:
+  def num_draft_tokens(self, num_beams: int) -> int:
     return 0
 
   def propose(self, params: Any, state: Any, context: BeamContext) -> tuple[Forest, Any]:
@@ -112,9 +108,7 @@ class NullBeamDraft(BeamDraft):
 class ModelBeamDraft(BeamDraft):
   """Draft that runs a beam search with a draft model, starting from the target's live beams.
 
-  At nodes that the target has already verified, the search uses the target's log-probabilities. For
-  example, if the last tokens of all live beams except one are verified, the draft model predicts
-  only the continuations of that one in the first step.
+  At nodes that the target has already verified, the search uses the target's log-probabilities.
 
   The draft model does not process the last level that it proposes. If tokens of that level are
   committed, the first forward pass of the next round covers them, before the last tokens.
@@ -122,27 +116,19 @@ class ModelBeamDraft(BeamDraft):
   Attributes:
     draft: draft that proposes a chain of gamma tokens with M_q. The draft's search has gamma steps.
     num_beams: u, the number of beams of the draft.
-    max_nodes: maximum number of nodes per target forward pass; None for no limit.
-    processors: logits processors, which apply to the draft model's log-probabilities.
   """
 
   draft: ModelBasedDraft
   num_beams: int
   max_nodes: int | None = None
-  processors: Processors = ()
   depth: int = dataclasses.field(init=False)
 
   def __post_init__(self):
     require_count("draft_beams", self.num_beams)
     object.__setattr__(self, "depth", self.draft.tree.depth)
 
-  def num_guesses(self, num_beams: int) -> int:
-    """Return N, the number of draft tokens: the number of the draft's beams times the depth.
-
-    Raises:
-      InputError: the draft has fewer than `num_beams` beams, or more beams than its vocabulary has
-        tokens.
-    """
+  def num_draft_tokens(self, num_beams: int) -> int:
+    """Return N, the number of the draft's beams times the depth."""
     if self.num_beams < num_beams:
       raise InputError(
         f"The draft has {self.num_beams} beams and the search {num_beams}, all of which must be "
@@ -157,12 +143,7 @@ class ModelBeamDraft(BeamDraft):
     return self.num_beams * self.depth
 
   def num_nodes(self, num_beams: int) -> int:
-    """Return M, the maximum number of nodes per target forward pass; it is at most `max_nodes`.
-
-    Raises:
-      InputError: `max_nodes` is not an integer or is less than `num_beams`, or `num_guesses` raises
-        InputError.
-    """
+    """Return M, the maximum number of nodes per target forward pass; it is at most `max_nodes`."""
     num_nodes = super().num_nodes(num_beams)
     if self.max_nodes is None:
       return num_nodes
@@ -174,16 +155,13 @@ class ModelBeamDraft(BeamDraft):
       )
     return min(self.max_nodes, num_nodes)
 
-  def with_processors(self, processors: Processors) -> "ModelBeamDraft":
-    return dataclasses.replace(self, processors=processors)
-
   def init(self, params: Any, context: Context, hidden: Float[Array, "B C E"]) -> Any:
     return self.draft.init(params, context, hidden)
 
   def propose(self, params: Any, state: Any, context: BeamContext) -> tuple[Forest, Any]:
     num_beams, num_slots = context.last_tokens.shape[1], context.visible.shape[2]
     position = context.length[:, None] - 1  # of the last tokens
-    model, hidden = self.draft.model, context.hidden
+    model, hidden, processors = self.draft.model, context.hidden, self.draft.options.processors
     cache = self.draft.condition(params, state, hidden, 0, context.slot)
     cache = model.commit(cache, context.slot - num_beams)
     tokens, log_probs, entries = context.last_tokens, context.log_probs, context.last_entries
@@ -204,7 +182,7 @@ class ModelBeamDraft(BeamDraft):
       num_processed += block.shape[1]
       next_log_probs = jax.nn.log_softmax(logits[:, -tokens.shape[1] :].astype(jnp.float32))
       length = context.length[:, None] + level
-      if self.processors:
+      if processors:
         prefixes = Prefixes(
           tokens=texts,
           length=jnp.broadcast_to(length, tokens.shape),
@@ -212,7 +190,7 @@ class ModelBeamDraft(BeamDraft):
           limit=context.limit,
           prompt=context.prompt,
         )
-        next_log_probs = process(self.processors, next_log_probs, prefixes)
+        next_log_probs = process(processors, next_log_probs, prefixes)
       next_log_probs = next_log_probs.at[..., context.eos_ids].set(-jnp.inf)
 
       # Select: the u most probable continuations are the next level.
@@ -225,7 +203,7 @@ class ModelBeamDraft(BeamDraft):
       parents, tokens, log_probs = _top_continuations(text_log_probs, continuations, self.num_beams)
       entries = find_child(context.verified, gather(entries, parents), tokens)
       levels.append(Forest(tokens, first_parent + parents, entries))
-      if self.processors:
+      if processors:
         is_new = jnp.arange(texts.shape[2]) == length[..., None]
         texts = jnp.where(is_new, jnp.maximum(tokens, 0)[..., None], gather(texts, parents))
 
@@ -251,16 +229,11 @@ class ModelBeamDraft(BeamDraft):
 
 @dataclasses.dataclass(frozen=True)
 class TreeBeamDraft(BeamDraft):
-  """Draft that proposes a tree after each beam, with an inner draft that has no state.
+  """Draft that proposes a tree after each beam, with an inner draft for temperature 0.
 
-  The inner draft may read the encoded source in the target's cache. It cannot read the text in that
-  cache, which has the layout of a beam search (`layout`).
-
-  Attributes:
-    draft: the inner draft, for temperature 0. Each beam is one of its rows.
-
-  Raises:
-    InputError: (in `propose`) the inner draft has a state.
+  Each beam is a row of the inner draft, which must have no state; otherwise `propose` raises
+  InputError. The inner draft may read the encoded source in the target's cache. It is not given the
+  text in that cache, which has the layout of a beam search (`layout`).
   """
 
   draft: Draft
@@ -269,17 +242,18 @@ class TreeBeamDraft(BeamDraft):
   def __post_init__(self):
     object.__setattr__(self, "depth", self.draft.tree.depth)
 
-  def with_processors(self, processors: Processors) -> "TreeBeamDraft":
-    return TreeBeamDraft(self.draft.with_processors(processors))
-
-  def num_guesses(self, num_beams: int) -> int:
-    return num_beams * self.draft.tree.num_guesses
+  def num_draft_tokens(self, num_beams: int) -> int:
+    return num_beams * self.draft.tree.num_draft_tokens
 
   def propose(self, params: Any, state: Any, context: BeamContext) -> tuple[Forest, Any]:
     batch, num_beams = context.last_tokens.shape
 
     def repeat(x: Array) -> Array:
       return jnp.repeat(x, num_beams, axis=0)
+
+    cache = context.target_cache
+    if hasattr(cache, "layers"):
+      cache = cache.replace(layers=())
 
     def flatten(x: Array) -> Array:
       return x.reshape(batch * num_beams, *x.shape[2:])
@@ -289,7 +263,7 @@ class TreeBeamDraft(BeamDraft):
       prompt=repeat(context.prompt),
       tokens=flatten(context.tokens),
       length=repeat(context.length),
-      target_cache=jax.tree.map(repeat, context.target_cache),
+      target_cache=jax.tree.map(repeat, cache),
       hidden=flatten(context.hidden),
       prompt_length=repeat(context.start),
       limit=repeat(context.limit),
@@ -318,6 +292,17 @@ class TreeBeamDraft(BeamDraft):
     return Forest(tokens, parents, entries), state
 
 
+def beam_draft(draft: Draft, num_beams: int, max_nodes: int | None) -> BeamDraft:
+  """Return a draft for beam search: a search with its model, or else a tree after each beam.
+
+  `draft` is for temperature 0, with a chain of gamma tokens. The other arguments are those of
+  `ModelBeamDraft`.
+  """
+  if isinstance(draft, ModelBasedDraft):
+    return ModelBeamDraft(draft, num_beams, max_nodes)
+  return TreeBeamDraft(draft)
+
+
 def _with_target_log_probs(
   context: BeamContext,
   entries: Int[Array, "B K"],
@@ -326,16 +311,8 @@ def _with_target_log_probs(
 ) -> tuple[Float[Array, "B K top"], Int[Array, "B K top"]]:
   """Return continuations of each node: the target's if the node is verified, else the draft's.
 
-  Args:
-    context: context of the round.
-    entries: index of each node among the verified nodes; NO_ENTRY if it is not verified.
-    log_probs: the draft's log-probability of the text that ends with each continuation.
-    tokens: the draft's most probable tokens after each node.
-
-  Returns:
-    Log-probability of the text that ends with each continuation, and the token of the continuation.
-    Each node has `top` continuations: the larger of k and the number that the target has. The
-    log-probability is -inf for a missing continuation, and for one of the target that is EOS.
+  `top` is the larger of k and the number that the target has. The log-probability is that of the
+  text, and -inf for a missing continuation, and for one of the target that is EOS.
   """
   verified = context.verified
   size = max(log_probs.shape[2], verified.log_probs.shape[2])
@@ -361,10 +338,8 @@ def _top_continuations(
 ) -> tuple[Int[Array, "B {count}"], Int[Array, "B {count}"], Float[Array, "B {count}"]]:
   """Return the `count` most probable continuations of each row.
 
-  Returns:
-    For each continuation, the index of the node before it (0 to K - 1), its token, and the
-    log-probability of the text that ends with it. If there are fewer than `count` continuations,
-    the tokens of the missing ones are -1.
+  They are given by the index of the node before them (0 to K - 1), their token (-1 if there are
+  fewer than `count`), and the log-probability of the text that ends with them.
   """
   batch = len(log_probs)
   best, index = lax.top_k(log_probs.reshape(batch, -1), count)

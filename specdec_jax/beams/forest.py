@@ -24,11 +24,6 @@ class BeamContext(NamedTuple):
   """Inputs of a draft in a beam search. Slots are cache slots, in the layout of module `layout`.
 
   Attributes:
-    prompt: padded prompts.
-    tokens: tokens of the live sequences.
-    length: number of tokens of the live sequences.
-    log_probs: log-probabilities of the live sequences.
-    last_tokens: last token of each live sequence.
     visible: mask of the slots of the tokens before each last token.
     previous_tokens: last tokens of the live sequences one step earlier.
     previous_visible: mask of the slots that the previous tokens attend to, their own included.
@@ -37,9 +32,7 @@ class BeamContext(NamedTuple):
     target_cache: cache of the target. Its layers have the layout of module `layout`; the encoded
       source is stored once per row.
     hidden: hidden state from which the target selected each last token.
-    verified: nodes that the target has verified in earlier passes.
     last_entries: index of each last token among the verified nodes; NO_ENTRY if it is not verified.
-    eos_ids: tokens that end a text.
     start: number of tokens before the first generated one, with forced ones, for logits processors.
     limit: length that no text exceeds, for logits processors.
   """
@@ -82,8 +75,6 @@ class VerifyBlock(NamedTuple):
 
   Attributes:
     nodes: index of each node in the forest; 0 for unused places of the block.
-    tokens: token of each node.
-    placed: positions and attention mask of the nodes.
     parents: index of each node's parent among the verified nodes after the pass; NO_ENTRY for last
       tokens and for unused places.
     entries: index of each node of the forest among the verified nodes after the pass; NO_ENTRY if
@@ -98,14 +89,7 @@ class VerifyBlock(NamedTuple):
 
 
 def pack_block(context: BeamContext, forest: Forest, depth: int, count: int) -> VerifyBlock:
-  """Return the block of the first (up to `count`) nodes of a forest that are not verified yet.
-
-  Args:
-    context: context of the round.
-    forest: draft tokens of the round.
-    depth: D, the maximum number of draft tokens on a path.
-    count: M, the number of nodes of the block.
-  """
+  """Return the block of the first (up to `count`) nodes of a forest that are not verified yet."""
   num_beams, num_cached = context.last_tokens.shape[1], context.verified.tokens.shape[1]
   tokens = jnp.concatenate([context.last_tokens, forest.tokens], axis=1)
   known_entries = jnp.concatenate([context.last_entries, forest.entries], axis=1)
@@ -172,14 +156,6 @@ def verified_nodes(
   """Return the nodes of a block with their most probable continuations.
 
   A continuation of a node is a next token. Of two equally probable ones, the smaller id is first.
-
-  Args:
-    log_probs: log-probability of each token of the vocabulary after each node.
-    hidden: hidden states of the target at the nodes.
-    block: nodes of the pass.
-    context: context of the round.
-    depth: D, the maximum number of draft tokens on a path.
-    num_top: number of continuations per node.
   """
   num_beams, num_cached = context.last_tokens.shape[1], context.verified.tokens.shape[1]
   batch, _, vocab_size = log_probs.shape

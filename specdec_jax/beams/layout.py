@@ -29,13 +29,7 @@ from specdec_jax.core.types import Model
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class PlacedNodes:
-  """Nodes with an explicit attention mask over cache slots; a `core.trees.NodeLayout`.
-
-  Attributes:
-    positions: position of each node in its text.
-    key_positions: position of the token in each cache slot.
-    visible: mask of the cache slots that each node attends to, its own included.
-  """
+  """`NodeLayout` with an explicit attention mask; the fields are those of `NodePlacement`."""
 
   positions: Int[Array, "B K"]
   key_positions: Int[Array, "B T"]

@@ -84,23 +84,17 @@ class BeamResult(NamedTuple):
     Each search step counts as one emitted token. The rounds together may emit more tokens than the
     text has, because a search may continue after its best text has ended.
     """
-    no_guesses = jnp.zeros((*self.steps.shape, 0), jnp.int32)
+    no_draft_tokens = jnp.zeros((*self.steps.shape, 0), jnp.int32)
     num_accepted = jnp.maximum(self.steps - 1, 0)
-    rounds = Rounds(no_guesses, num_accepted, jnp.zeros_like(self.steps), self.steps)
+    rounds = Rounds(no_draft_tokens, num_accepted, jnp.zeros_like(self.steps), self.steps)
     tokens, lengths = self.tokens[:, 0], self.lengths[:, 0]
     return DecodeResult(tokens, lengths, rounds, self.num_rounds, self.not_finite)
 
 
 class BeamState(NamedTuple):
-  """The part of the state that a step of the search changes.
+  """The part of the state that a step of the search changes; see also `BeamContext`.
 
   Attributes:
-    beams: live and finished texts.
-    last_tokens: last token of each live sequence.
-    visible: mask of the slots of the tokens before each last token.
-    previous_tokens: last tokens of the live sequences one step earlier.
-    previous_visible: mask of the slots that the previous tokens attend to, their own included.
-    hidden: hidden state from which the target selected each last token.
     parent_entries: index, among the verified nodes, of the node before each last token.
   """
 
@@ -114,23 +108,11 @@ class BeamState(NamedTuple):
 
 
 class BeamSearchState(NamedTuple):
-  """State of a beam search between two rounds.
+  """State of a beam search between two rounds; see also `BeamContext` and `BeamResult`.
 
   Attributes:
-    prompt: padded prompts.
     prompt_length: number of committed tokens before the first round.
-    start: number of tokens before the first generated one: `prompt_length` and forced tokens.
     limit: maximum length of a text, including the tokens before the first round.
-    done: whether the search of a row has ended.
-    live: live beams.
-    verified: nodes that the target has verified in earlier passes.
-    last_entries: index of each last token among the verified nodes; NO_ENTRY if it is not verified.
-    target_cache: cache of the target.
-    draft_state: state of the draft.
-    steps: number of search steps in each round; 0 after the search of a row has ended.
-    num_rounds: number of rounds so far.
-    not_finite: index of the first step that failed, because the target's logits at a node had NaN,
-      +inf or no finite value; -1 if none. The search of the row ends before it.
   """
 
   prompt: Int[Array, "B P"]
@@ -152,16 +134,15 @@ class BeamSearchState(NamedTuple):
 class BeamSearcher(Settings):
   """Beam search for the most probable texts. It is hashable, and a pytree like `Decoder`.
 
-  Texts, their order and their scores do not depend on the draft, except for rounding: with a draft,
-  sums are computed in a different order. Texts that are equally probable up to rounding may
-  therefore change places.
+  Texts, their order and their scores do not depend on the draft, except for rounding: texts that
+  are equally probable up to rounding may change places.
 
   Attributes:
     target: M_p, the model whose most probable texts are searched for.
     draft: draft that searches ahead; `NullBeamDraft()` is plain beam search.
     num_beams: w, number of live sequences and of results per row.
     length_penalty: exponent of the divisor of log-probabilities (see `Scorer`); 0 for no penalty.
-      The exponent must not be negative, and the divisor must be below 1e30.
+      It must not be negative, and the divisor must be below 1e30.
     eos_id: token that ends a text, or several; None to use `target.eos_id`.
     scorer: "t5x" or "hf": the scores and rules of the search; see `Scorer`.
     early_stopping: see `Scorer`.
@@ -189,27 +170,16 @@ class BeamSearcher(Settings):
   ) -> BeamResult:
     """Run the search for a batch in one jitted program.
 
+    `limit` and `num_forced` are those of `Decoder.run`.
+
     Args:
-      params: parameters of target and draft.
       prompt: padded prompts. The texts of a row do not depend on its neighbors.
       max_new_tokens: maximum number of new tokens of each text, EOS included.
-      limit: see `Decoder.run`.
-      num_forced: see `Decoder.run`.
-
-    Raises:
-      InputError: num_beams or max_new_tokens is not a positive integer, length_penalty is out of
-        range, the vocabulary has fewer tokens than a step considers (two per beam if there is one
-        EOS), or the draft or `init` raises InputError.
     """
     self._require_valid(prompt, max_new_tokens)
     # An integer would compile a separate program.
     searcher = dataclasses.replace(self, length_penalty=float(self.length_penalty))
     return run_search(searcher, params, prompt, max_new_tokens, limit, num_forced)
-
-  def with_processors(self, processors: Processors) -> "BeamSearcher":
-    """Return this search with logits processors, which apply to target and draft."""
-    draft = self.draft.with_processors(processors)
-    return dataclasses.replace(self, draft=draft, processors=processors)
 
   def run_rounds(self, params: Params, state: BeamSearchState) -> BeamSearchState:
     """Run rounds until the search of every row has ended."""
@@ -271,18 +241,17 @@ class BeamSearcher(Settings):
     """Return the state before the first round, after target and draft have processed the prompt.
 
     The arguments are those of `run`. Memory is checked while tracing, before anything runs.
-
-    Raises:
-      InputError: the draft has too few or too many beams or too few nodes per target forward pass,
-        or the search does not fit in memory.
     """
     batch, num_beams = len(prompt), self.num_beams
     first, length = self.target.prompt_tokens(prompt)
-    num_guesses, num_nodes = self.draft.num_guesses(num_beams), self.draft.num_nodes(num_beams)
-    num_cached = num_nodes if num_guesses else 0  # plain beam search verifies nothing ahead
+    num_draft_tokens, num_nodes = (
+      self.draft.num_draft_tokens(num_beams),
+      self.draft.num_nodes(num_beams),
+    )
+    num_cached = num_nodes if num_draft_tokens else 0  # plain beam search verifies nothing ahead
     # Maximum number of slots after the committed tokens that drafting, a pass or a move needs.
     num_spare = max(
-      num_beams + num_guesses,
+      num_beams + num_draft_tokens,
       num_cached + num_nodes,
       num_beams * (self.draft.depth + 1) + num_cached,
     )
@@ -352,13 +321,8 @@ class BeamSearcher(Settings):
   ) -> tuple[BeamState, Int[Array, "B path"]]:
     """Run all steps of plain beam search for which the target's log-probabilities are known.
 
-    Args:
-      state: state before the round.
-      forest: draft tokens of the round.
-      block: nodes of the pass.
-      nodes: all verified nodes, including those of the pass.
-      active: mask of rows that run the first step. A row becomes inactive when its search has
-        ended, or when the last token of a live beam is not verified.
+    A row that is `active` runs the first step. It becomes inactive when its search has ended, or
+    when the last token of a live beam is not verified.
 
     Returns:
       The live beams after the steps, and the nodes of the forest that the steps extended: w per
@@ -403,7 +367,6 @@ class BeamSearcher(Settings):
     return live, jnp.concatenate(path, axis=1)
 
   def _context(self, state: BeamSearchState) -> BeamContext:
-    """Return the part of a state that a draft may read."""
     live, num_slots = state.live, state.live.visible.shape[2]
     return BeamContext(
       prompt=state.prompt,
@@ -448,7 +411,6 @@ class BeamSearcher(Settings):
     return search_ended(beams, self._rules, state.start, state.limit)
 
   def _require_valid(self, prompt: Int[Array, "B P"], max_new_tokens: int) -> None:
-    """Raise InputError as described in `run`."""
     require_count("beams", self.num_beams)
     require_count("max_new_tokens", max_new_tokens)
     if self.target.vocab_size < self._num_top:
@@ -479,5 +441,4 @@ def run_search(
 def _where_rows(
   rows: Bool[Array, " B"], new: Shaped[Array, " B *rest"], old: Shaped[Array, " B *rest"]
 ) -> Shaped[Array, " B *rest"]:
-  """Return an array with the selected rows taken from `new` and the other rows from `old`."""
   return jnp.where(rows.reshape(-1, *[1] * (new.ndim - 1)), new, old)

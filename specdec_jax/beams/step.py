@@ -27,11 +27,8 @@ class Beams(NamedTuple):
 
   Attributes:
     tokens: tokens of the live sequences, including those before the search.
-    log_probs: log-probabilities of the live sequences.
-    finished_tokens: tokens of the finished texts, EOS included.
     scores: log-probabilities of the finished texts, divided by `Scorer.divisor`.
     finished: whether each finished text exists; a row may have fewer than w of them.
-    length: number of tokens of the live sequences.
   """
 
   tokens: Int[Array, "B w X"]
@@ -76,7 +73,6 @@ class Scorer(Settings):
   continuations of its step; at the limit, each of these w continuations finishes.
 
   Attributes:
-    kind: "t5x" or "hf".
     length_penalty: exponent; 0 for no penalty.
     early_stopping: for "hf", when a search with w finished texts ends. True: at once. False: when
       no live sequence, at its current length, has a better score than the worst of these texts.
@@ -112,13 +108,8 @@ def step(
   least w of them do not end with EOS.
 
   Args:
-    beams: beams before the step.
     tokens: most probable next tokens of each live sequence, in descending order of probability.
     log_probs: log-probability of each live sequence, extended by each of these tokens.
-    scorer: scores and rules.
-    eos_ids: tokens that end a text.
-    start: number of tokens before the first generated one.
-    limit: length that no text exceeds.
 
   Returns:
     The beams after the step, and the index of the earlier beam that each live sequence continues.

@@ -25,13 +25,11 @@ class VerifiedNodes(NamedTuple):
   """Nodes whose most probable next tokens, by the target, are known.
 
   Attributes:
-    tokens: token of each node.
     parents: entry of the parent of each node; NO_ENTRY for the last token of a live beam, and for
       unused entries.
     continuations: the most probable tokens after each node, most probable first. There are 2w per
       node if there is one EOS, and more if there are several.
     log_probs: the target's log-probability of the text that ends with each continuation.
-    hidden: the target's hidden state at each node.
   """
 
   tokens: Int[Array, "B J"]
@@ -88,17 +86,9 @@ def prune(
 ) -> tuple[VerifiedNodes, Int[Array, "B w"], Int[Array, "B {count}"]]:
   """Return the verified nodes to cache for the next pass: those that continue live beams.
 
-  These nodes are the verified last tokens of live beams and their verified descendants. If there
-  are more than `count`, the first `count` of them are returned.
-
-  Args:
-    nodes: all verified nodes.
-    last_entries: entry of the last token of each live beam.
-    count: Q, the number of cached entries.
-    depth: maximum number of levels of descendants.
-
-  Returns:
-    The cached nodes, `last_entries` renumbered, and the old entry of each cached node.
+  These nodes are the verified last tokens of live beams and their verified descendants, up to
+  `depth` levels. If there are more than `count`, the first `count` of them are returned. The other
+  results are `last_entries` renumbered, and the old entry of each cached node.
   """
   if not count:
     no_entries = jnp.zeros((len(last_entries), 0), jnp.int32)

@@ -3,9 +3,12 @@
 import contextlib
 import errno
 import itertools
+import json
 import os
+import pathlib
 import tempfile
 from collections.abc import Iterator
+from typing import Any
 
 import tensorstore
 
@@ -42,9 +45,6 @@ def local_copy(folder: str, name: str) -> Iterator[str]:
   """Yield the local path of a file; a remote file is copied to a temporary file for the context.
 
   A memory map that is created in the context stays valid after the context exits.
-
-  Raises:
-    FileNotFoundError: the remote file does not exist.
   """
   if not _is_remote(folder):
     yield os.path.join(folder, name)
@@ -70,12 +70,21 @@ def local_copy(folder: str, name: str) -> Iterator[str]:
     yield copy.name
 
 
+def read_json(folder: str, name: str) -> dict[str, Any]:
+  """Return the fields of a JSON file, or raise InputError if it is damaged."""
+  with local_copy(folder, name) as path:
+    text = pathlib.Path(path).read_text(encoding="utf-8")
+  try:
+    return json.loads(text)
+  except ValueError as error:
+    raise InputError(f"{folder}/{name} is damaged: {error}.") from error
+
+
 def _is_remote(path: str) -> bool:
   return path.startswith("gs://")
 
 
 def _keys(folder: str, start: str, end: str) -> list[str]:
-  """Return the file paths, relative to a remote folder, for which start <= path < end."""
   try:
     store = tensorstore.KvStore.open(kvstore(folder)).result()
     return [k.decode() for k in store.list(tensorstore.KvStore.KeyRange(start, end)).result()]

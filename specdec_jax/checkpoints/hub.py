@@ -17,13 +17,9 @@ _NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 def resolve(path: str, files: tuple[str, ...] = MODEL) -> str:
   """Return the local folder of a model on the Hugging Face Hub, such as 'google/flan-t5-small'.
 
-  Args:
-    path: name of the model on the Hub. A string that cannot be such a name is returned unchanged.
-      So is a path in a local folder, which takes precedence over a name on the Hub.
-    files: patterns of the files to download if Hugging Face's cache does not contain them.
-
-  Raises:
-    InputError: `path` has the form of a name on the Hub, but the model could not be downloaded.
+  Files that match the patterns `files` are downloaded if Hugging Face's cache lacks them. A string
+  that cannot be such a name is returned unchanged. So is a path in a local folder, which takes
+  precedence over a name on the Hub.
   """
   is_local = os.path.exists(path) or os.path.isdir(path.partition("/")[0])
   if is_local or not _NAME.fullmatch(path):

@@ -1,13 +1,17 @@
 """Functions that open and load checkpoints of any supported format."""
 
+import dataclasses
 import pathlib
 import posixpath
 import re
 from typing import Any
 
-from specdec_jax.checkpoints import files, folder, hub, huggingface, orbax, pretrained, t5x
-from specdec_jax.checkpoints.stored import Checkpoint, Shardings
+from specdec_jax.checkpoints import files, formats, hub, save
+from specdec_jax.checkpoints.checkpoint import Checkpoint, Shardings
+from specdec_jax.checkpoints.formats import Leaf
+from specdec_jax.checkpoints.huggingface import CONFIG, open_huggingface, open_in_memory
 from specdec_jax.errors import InputError
+from specdec_jax.models.config import named_dtype
 from specdec_jax.models.families import Config
 
 # Subfolders of a checkpoint of a training step that may contain the parameters.
@@ -16,34 +20,49 @@ _STEP = re.compile(r"(checkpoint(_\d+|s)?|snapshots|[0-9a-f]{40}|\d+|state|defau
 _UNFINISHED = re.compile(r"\.(orbax-checkpoint-)?tmp")
 
 
-def open_checkpoint(path: str) -> Checkpoint:
+def open_checkpoint(model: Any) -> Checkpoint:
   """Open a checkpoint of T5X, Orbax, Hugging Face or this project, without loading its arrays.
 
-  Pickled files are never read.
-
   Args:
-    path: a folder, or the single file of an old T5X checkpoint; both may be local or `gs://`. Or
-      the name of a model on the Hugging Face Hub, which is then downloaded (`hub.resolve`).
+    model: a folder, or the single file of an old T5X checkpoint; both may be local or `gs://`. Or
+      the name of a model on the Hugging Face Hub, which is then downloaded (`hub.resolve`). Or a
+      model in memory; see `huggingface.open_in_memory`. Pickled files are never read.
 
   Raises:
-    InputError: there is no checkpoint at `path`, it is damaged, incomplete or not supported, or
-      `path` is a folder of checkpoints, one per training step.
+    InputError: there is no checkpoint at this path, it is damaged, incomplete or not supported, or
+      it is a folder of checkpoints, one per training step.
   """
-  path = hub.resolve(path.rstrip("/"))
+  if not isinstance(model, str):
+    return open_in_memory(model)
+  checkpoint = _open(hub.resolve(model.rstrip("/")))
+  return dataclasses.replace(
+    checkpoint, path=model, name=checkpoint_name(model), recorded_path=recorded_path(model)
+  )
+
+
+def is_in_memory(model: Any) -> bool:
+  """Return whether `model` has a `state_dict` or is (config, arrays), as `open_in_memory` takes."""
+  return hasattr(model, "state_dict") or (isinstance(model, tuple) and len(model) == 2)
+
+
+def _open(path: str) -> Checkpoint:
   parent, name = posixpath.split(path)
   if _UNFINISHED.search(name):
     raise InputError(f"{path} was never finished: its name is that of a checkpoint being written.")
   if files.is_file(parent, name):
-    return t5x.open_t5x(parent, name)
-  if files.is_file(path, folder.PARAMS):
-    return folder.open_folder(path)
-  if files.is_file(path, pretrained.CONFIG):
-    return huggingface.open_huggingface(path)
-  for open_format, marker in ((orbax.open_orbax, orbax.METADATA), (t5x.open_t5x, t5x.INDEX)):
+    return _t5(path, formats.read_t5x(parent, name))
+  if files.is_file(path, save.PARAMS):
+    return save.open_folder(path)
+  if files.is_file(path, CONFIG):
+    return open_huggingface(path)
+  for read, marker in (
+    (formats.read_orbax, formats.ORBAX_METADATA),
+    (formats.read_t5x, formats.T5X_INDEX),
+  ):
     for item in _ITEMS:
       inside = posixpath.join(path, item).rstrip("/")
       if files.is_file(inside, marker):
-        return open_format(inside)
+        return _t5(inside, read(inside))
   steps = files.list_names(path, "checkpoint_", "checkpoint`") or files.list_names(path, "0", ":")
   steps = [step for step in steps if not _UNFINISHED.search(step)]
   expected = "expected a checkpoint of T5X, Orbax, Hugging Face's save_pretrained or save_model"
@@ -51,25 +70,32 @@ def open_checkpoint(path: str) -> Checkpoint:
   raise InputError(f"There is no model in {path}; {advice}.")
 
 
+def _t5(path: str, arrays: dict[str, Any]) -> Checkpoint:
+  leaves = {name: Leaf(array) for name, array in arrays.items()}
+  return Checkpoint(path, formats.infer_config(path, arrays), leaves)
+
+
 def load_params(path: str, config: Config, dtype: Any = None, shardings: Shardings = None):
-  """Return the parameters of a checkpoint; arrays are read one at a time to limit peak memory.
+  """Return the parameters of a checkpoint, in `config.dtype` by default.
+
+  Arrays are read one at a time to limit peak memory.
 
   Args:
-    path: path of the checkpoint; see `open_checkpoint`.
     config: config of the model to load. If it is `fused` and the checkpoint is not, matrices are
       concatenated when they are read, as in `families.for_decoding`.
-    dtype: dtype of the parameters; defaults to `config.dtype`.
     shardings: tree of `jax.sharding.Sharding` with the structure of the parameters, or a function
       that returns such a tree, given the tree of the parameters' shapes and, if it has a parameter
       `config`, `config` (such as `partitioning.param_shardings` with a mesh). Each device reads
       only its shard. None places the parameters on the default device.
-
-  Raises:
-    InputError: the checkpoint cannot be opened, its arrays do not have the names and shapes that
-      the config requires (the message names arrays that differ), or the arrays do not fit in
-      memory.
   """
   return open_checkpoint(path).load(config, dtype, shardings)
+
+
+def load_model(folder: str, dtype: str = "float32") -> tuple[Any, Any]:
+  """Return the config and the parameters, in `dtype`, of a checkpoint."""
+  checkpoint = open_checkpoint(folder)
+  config = dataclasses.replace(checkpoint.config, dtype=named_dtype(dtype))
+  return config, checkpoint.load(config)
 
 
 def recorded_path(path: str) -> str:

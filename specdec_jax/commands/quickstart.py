@@ -1,21 +1,17 @@
 """Quickstart: decode some sentences, show the rounds, and measure the speedup."""
 
-import functools
-import itertools
 from collections.abc import Iterable, Sequence
 
 from rich.console import Console
 from rich.text import Text
 
-from specdec_jax.commands.speedup import decode_examples, show_speedup
+from specdec_jax.commands.speedup import decode_examples, speedup
 from specdec_jax.core.loading import DecodeSettings
 from specdec_jax.core.sampling import Sampling
 from specdec_jax.core.trees import chain
 from specdec_jax.errors import InputError, require_count
-from specdec_jax.measure.records import open_results
-from specdec_jax.measure.reporting.rounds import LEGEND, TREE_LEGEND, round_text
-from specdec_jax.measure.reporting.stepper import Example
-from specdec_jax.measure.speed import Timing
+from specdec_jax.measure.records import results_path
+from specdec_jax.measure.rounds import LEGEND, TREE_LEGEND, Example, round_text
 from specdec_jax.pair import Pair
 
 
@@ -33,19 +29,14 @@ def quickstart(
   """Decode sentences with speculative decoding, then measure the speedup on them (`speedup`).
 
   Args:
-    pair: target and draft; see `load_pair`.
-    sentences: source sentences.
     output_dir: folder for `results.jsonl` and `report.html`.
     gammas: numbers of draft tokens per round to measure. The middle one is used for the outputs
       that are printed.
     temperatures: sampling temperatures to measure; 0 is argmax.
-    show_rounds: number of sentences whose rounds are printed, with accepted and rejected tokens in
-      color.
+    show_rounds: number of sentences whose rounds are printed.
     max_new_tokens: limit for each output.
-    repeats: number of timed decodes of each text by each method. The methods (autoregressive
-      decoding and each gamma) take turns.
-    report_examples: number of sentences whose rounds are in the report, at argmax and at each
-      temperature.
+    repeats: number of timed decodes of each text by the baseline and each gamma, in turn.
+    report_examples: number of sentences whose rounds are in the report, at each temperature.
 
   Raises:
     InputError: there are no sentences or gammas, or a gamma is less than 1.
@@ -54,58 +45,45 @@ def quickstart(
     raise InputError("There is nothing to show: no sentences, or no gammas.")
   for gamma in gammas:
     require_count("gamma", gamma)
-  argmax, samplings = Sampling(temperature=0.0), [Sampling(temperature=t) for t in temperatures]
-  settings_of = functools.partial(DecodeSettings, max_new_tokens=max_new_tokens)
-  other_samplings = [sampling for sampling in samplings if sampling != argmax]
-  chains = [*map(chain, gammas)]
-  report_sentences = sentences[: max(0, report_examples)]
-  # The results are opened first, so that an unwritable folder raises before any work is done.
-  with open_results(output_dir) as results:
-    shown = show_examples(
-      decode_examples(pair, sentences, [settings_of(argmax)], chains), show_rounds
-    )
-    sampled = decode_examples(pair, report_sentences, map(settings_of, other_samplings), chains)
-    print(
-      f"Measuring the speedup over autoregressive decoding: {len(gammas)} gammas, "
-      f"{len(samplings)} temperatures, repeats: {repeats}. This takes minutes; --gin.REPEATS=1 is "
-      "fastest.\n",
-      flush=True,
-    )
-    show_speedup(
-      pair,
-      sentences,
-      results,
-      [*map(settings_of, samplings)],
-      gammas,
-      itertools.chain(shown[: len(report_sentences)], sampled),
-      Timing(repeats),
-    )
+  results_path(output_dir)  # an unwritable folder raises before any work is done
+  argmax = DecodeSettings(Sampling(temperature=0.0), max_new_tokens=max_new_tokens)
+  tree = chain(sorted(gammas)[len(gammas) // 2])
+  show_examples(decode_examples(pair, sentences, [argmax], tree), show_rounds)
+  print(
+    f"Measuring the speedup over autoregressive decoding: {len(gammas)} gammas, "
+    f"{len(temperatures)} temperatures, repeats: {repeats}. This takes minutes; --gin.REPEATS=1 is "
+    "fastest.\n",
+    flush=True,
+  )
+  speedup(
+    pair,
+    sentences,
+    output_dir,
+    gammas,
+    temperatures,
+    max_new_tokens=max_new_tokens,
+    repeats=repeats,
+    report_examples=report_examples,
+  )
 
 
-def show_examples(examples: Iterable[Example], show_rounds: int) -> list[Example]:
-  """Print each example as soon as it is decoded, and return all examples.
-
-  The first `show_rounds` examples are printed with their rounds.
-  """
+def show_examples(examples: Iterable[Example], show_rounds: int) -> None:
+  """Print each example as soon as it is decoded, the first `show_rounds` with their rounds."""
   console = Console()
-  shown: list[Example] = []
-  for example in examples:
-    if not shown:
+  for i, example in enumerate(examples):
+    if not i:
       console.print(_legend(example))
     console.print(Text(f"  {example.source}", style="dim"))
     console.print(Text(f"  {example.translation}"))
-    if len(shown) < show_rounds and example.rounds:
+    if i < show_rounds and example.rounds:
       for round_ in example.rounds:
         lines = Text("\n     ").join(round_text(round_).split())
         console.print(Text("    |") + lines, soft_wrap=bool(round_.branches))
       console.print(f"    {example.cost}\n")
-    shown.append(example)
   console.print()
-  return shown
 
 
 def _legend(example: Example) -> Text:
-  """Return the line that explains how rounds are printed."""
   sampling = f"temperature {example.temperature:g}" if example.temperature else "argmax"
   settings = f" ({example.proposal}, {sampling})\n"
   if example.num_nodes is None:

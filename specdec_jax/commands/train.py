@@ -1,34 +1,52 @@
-"""Train a vocabulary or a target on texts, or a draft on the distributions of a target."""
+"""Train a vocabulary or a target on texts, or a draft on the distributions of a target.
+
+An interrupted run of `train_target`, `train_draft` or `train_speculator` resumes. The models are
+saved in bfloat16. Their common arguments:
+
+  data: folder of the text files.
+  sources: names of the source files, one sentence per line. The files are concatenated. None if the
+    target is decoder-only.
+  targets: names of the files of translations; for a decoder-only target, of texts.
+  valid_source: name of the file of validation sentences; None if the target is decoder-only.
+  config: configuration of the model, including the dropout rate for training.
+  settings: number of epochs, learning rate, sharding and other settings of training.
+  vocabulary: vocabulary file of all models.
+  target: checkpoint of the target, in any format that `load.load_pair` reads.
+  output: folder for the trained model.
+  work_dir: folder for checkpoints and metrics of this run.
+  samples: number of outputs sampled from the target at temperature 1 for each source.
+  new_sources: number of spliced sentences (`distillation.spliced_sentences`), for each of which one
+    output is sampled. For a decoder-only target, number of texts sampled unconditionally.
+  distillation_data: path of the file of texts with the target's distributions. It is created if it
+    does not exist. By default `distillation_data.npz` in `work_dir`.
+  divergence: divergence between the trained model and the target (`objectives.divergences`).
+"""
 
 import dataclasses
 import functools
 import pathlib
 from collections.abc import Callable
-from typing import Any, Literal
+from typing import Any
 
-from jax import Array
-
-from specdec_jax.checkpoints.folder import load_model, save_model
-from specdec_jax.checkpoints.load import load_params, open_checkpoint
+from specdec_jax.checkpoints.load import load_model, load_params, open_checkpoint
+from specdec_jax.checkpoints.save import save_model
+from specdec_jax.data.pieces import train_sentence_pieces, train_word_pieces
 from specdec_jax.data.quality import quality
-from specdec_jax.data.sentence_pieces import train_sentence_pieces
 from specdec_jax.data.text import read_lines
 from specdec_jax.data.vocabularies import open_vocabulary_of_model, padded_size
 from specdec_jax.data.vocabulary import PAD_ID, ModelTokens, Vocabulary
-from specdec_jax.data.word_pieces import train_word_pieces
-from specdec_jax.drafts.heads import SpeculatorConfig
+from specdec_jax.drafts.heads import DraftHead
 from specdec_jax.errors import InputError, require_count
 from specdec_jax.load import model_tokens
-from specdec_jax.models.families import Config, model_of, module_of
+from specdec_jax.models.families import Config, model_of
 from specdec_jax.models.partitioning import make_mesh, param_shardings
-from specdec_jax.train.distillation import residual_labels
-from specdec_jax.train.distillation_data import (
-  TrainingTexts,
+from specdec_jax.train.distillation import (
   model_outputs,
   open_teacher,
   parallel_text,
+  residual_labels,
 )
-from specdec_jax.train.objectives import Divergence, Objective, model_objective
+from specdec_jax.train.objectives import Divergence, model_objective
 from specdec_jax.train.speculators import speculator_objective, warm_start
 from specdec_jax.train.trainer import TrainSettings, train
 
@@ -36,12 +54,8 @@ from specdec_jax.train.trainer import TrainSettings, train
 def fit_vocabulary(data: str, sources: list[str], size: int, vocabulary: str) -> None:
   """Train a vocabulary of `size` pieces on text files, and write it to the file `vocabulary`.
 
-  Args:
-    data: folder of the text files.
-    sources: names of the text files.
-    size: number of pieces; for word pieces, the maximum number.
-    vocabulary: path of the file to write. If its name ends in `.txt`, word pieces in BERT's format
-      are trained, otherwise a SentencePiece model.
+  If the name of this file ends in `.txt`, at most `size` word pieces in BERT's format are trained,
+  otherwise a SentencePiece model.
   """
   require_count("size", size)
   pathlib.Path(vocabulary).parent.mkdir(parents=True, exist_ok=True)
@@ -64,24 +78,15 @@ def train_target(
   start: str | None = None,
   max_source_tokens: int | None = None,
 ) -> None:
-  """Train a target to the last step and save it; an interrupted run resumes.
+  """Train a target to the last step and save it.
 
   Args:
-    data: folder of the text files.
-    sources: names of the source files, one sentence per line. The files are concatenated. None for
-      a decoder-only model, which is trained on the targets alone.
-    targets: names of the files of translations; for a decoder-only model, of texts.
-    valid_source: name of the file of validation sentences; None for a decoder-only model.
-    valid_target: name of the file with the translations of the validation sentences. For a
-      decoder-only model, name of the file of validation texts.
-    config: configuration of the model, including the dropout rate for training; with `start`, for
-      example `config_of`.
-    settings: number of epochs, learning rate, sharding and other settings of training.
-    vocabulary: vocabulary file.
-    output: folder for the trained model, in bfloat16.
-    work_dir: folder for checkpoints and metrics of this run.
-    start: checkpoint with the same configuration, in any format that `load.load_pair` reads.
-      Training starts from its parameters. None to start from random parameters.
+    data: see the module; so are the arguments that are not listed here.
+    valid_target: name of the file with the translations of the validation sentences, or of the
+      validation texts of a decoder-only model.
+    config: configuration of the model, including the dropout rate; with `start`, `config_of`.
+    start: checkpoint with the same configuration, in any format that `load.load_pair` reads, from
+      whose parameters training starts. None to start from random parameters.
     max_source_tokens: number of tokens to which longer sources are truncated, EOS included. None to
       leave out pairs that are too long (`batches.epoch_batches`).
 
@@ -106,20 +111,15 @@ def train_target(
     shardings = functools.partial(param_shardings, mesh=make_mesh(settings.model_parallel))
     params = load_params(start, config, shardings=shardings)
   params = train(objective, settings, text, valid, work_dir, params, bleu if valid_source else None)
-  save_model(output, config, params, words.fingerprint())
+  save_model(output, config, params, words.fingerprint(), "bfloat16")
 
 
 def bleu_of(
   config: Config, params: Any, vocabulary: Vocabulary, sources: list[list[int]], references: str
 ) -> float:
-  """Return BLEU, in percent, of a model's argmax outputs.
+  """Return BLEU, in percent, of a model's argmax outputs for tokenized sources.
 
-  Args:
-    config: configuration of the model.
-    params: parameters of the model.
-    vocabulary: vocabulary of the model.
-    sources: token ids of each source.
-    references: path of the file with the translation of each source.
+  `references` is the path of the file with the translation of each source.
   """
   outputs = model_outputs(model_of(config), params, sources, pad_id=config.pad_id)
   texts = [vocabulary.decode(output) for output in outputs]
@@ -133,7 +133,7 @@ def config_of(checkpoint: str, dropout_rate: float = 0.1) -> Config:
     InputError: the checkpoint cannot be opened, or it is a draft head.
   """
   config = open_checkpoint(checkpoint).config
-  if isinstance(config, SpeculatorConfig):
+  if isinstance(config, DraftHead):
     raise InputError(f"{checkpoint} is a draft head, which is no model by itself.")
   return dataclasses.replace(config, dropout_rate=dropout_rate)
 
@@ -158,44 +158,23 @@ def train_draft(
   distillation_data: str | None = None,
   after: str | None = None,
 ) -> None:
-  """Train a draft towards the target's distributions and save it; an interrupted run resumes.
+  """Train a draft towards the target's distributions and save it.
 
-  The draft is trained on three kinds of texts: the references; `samples` outputs for each source;
-  and one output for each of `new_sources` sentences that are spliced from the sources. The target
-  samples the outputs, unless `on_policy` is set. For a decoder-only target, the third kind is
-  `new_sources` texts that are sampled unconditionally.
-
-  The validation accuracy is alpha at temperature 0 on the validation text. It is the share of
-  tokens of the target's argmax outputs that are also the draft's argmax. For a decoder-only target,
-  it is the share of tokens of texts sampled from the target that are the draft's argmax.
+  The validation accuracy is alpha at temperature 0 on the validation text: the share of tokens of
+  the target's argmax outputs (for a decoder-only target, of texts sampled from it) that are also
+  the draft's argmax.
 
   Args:
-    data: folder of the text files.
-    sources: names of the source files, one sentence per line. The files are concatenated. None if
-      the target is decoder-only.
-    targets: names of the files of translations; for a decoder-only target, of texts.
-    valid_source: name of the file of validation sentences, which the target translates; None if the
-      target is decoder-only.
-    config: configuration of the draft, including the dropout rate for training.
-    settings: number of epochs, learning rate, sharding and other settings of training.
-    vocabulary: vocabulary file of both models.
-    target: checkpoint of the target, in any format that `load.load_pair` reads.
-    output: folder for the trained draft, in bfloat16.
-    work_dir: folder for checkpoints and metrics of this run.
-    samples: number of outputs sampled at temperature 1 for each source.
-    new_sources: number of spliced sentences (`distillation.spliced_sentences`).
-    tail: whether to append the token of the text to the target's most probable tokens, which are
-      the labels (`distillation.teacher_topk`). Use it if these tokens cover too little of the
-      target's distribution, as for news.
-    divergence: divergence between draft and target (`objectives.divergences`).
-    start: folder of a draft with the same configuration. Training starts from its parameters. None
-      to start from random parameters.
-    on_policy: whether the draft samples the outputs and the target labels them, as in DistillSpec
-      (Zhou et al., 2024). Before each epoch, the draft samples new outputs. Each epoch has its own
-      warm-up and decay of the learning rate, and its own folder in `work_dir`. By default the
-      target samples the outputs, once.
-    distillation_data: path of the file of texts with the target's distributions. It is created if
-      it does not exist. By default `distillation_data.npz` in `work_dir`. None with `on_policy`.
+    data: see the module; so are the arguments that are not listed here.
+    tail: whether to append the token of the text to the labels (`distillation.teacher_topk`). Use
+      it if the target's most probable tokens cover too little of its distribution, as for news.
+    start: folder of a draft with the same configuration, from whose parameters training starts.
+      None to start from random parameters.
+    on_policy: whether the draft samples new outputs before each epoch and the target labels them,
+      as in DistillSpec (Zhou et al., 2024). Each epoch has its own warm-up and decay of the
+      learning rate, and its own folder in `work_dir`. By default the target samples the outputs,
+      once.
+    distillation_data: see the module; None with `on_policy`.
     after: folder of another draft, whose tokens are tried first in a tree of both drafts
       (`composed.forest_draft`). The draft is then trained where that draft is rejected
       (`distillation.residual_labels`).
@@ -211,30 +190,31 @@ def train_draft(
     raise InputError("on_policy needs a draft that samples the outputs; name its folder as start.")
   if on_policy and distillation_data:
     raise InputError("on_policy samples texts before each epoch; leave out distillation_data.")
-  init = load_model(start)[1] if start else None
+  params = load_model(start)[1] if start else None
   words, config = open_fitting_vocabulary(config, vocabulary)
   teacher = open_teacher(target, words, settings.model_parallel)
-  texts = TrainingTexts(data, sources, targets, samples, new_sources)
   objective = model_objective(config, settings.label_smoothing, divergence)
   valid = teacher.validation_pairs(data, valid_source)
-
-  def train_once(init: Any, settings: TrainSettings, folder: str, data: pathlib.Path) -> Any:
-    writer = (model_of(config), init) if on_policy else None
-    text = teacher.distillation_data(data, texts, tail, writer)
-    if after:
-      other_config, other_params = load_model(after)
-      module = module_of(other_config)
-      text = residual_labels(module, other_params, text, batch_sharding=teacher.batch_sharding)
-    return train(objective, settings, text, valid, folder, init)
-
+  runs = [(settings, work_dir)]
   if on_policy:
     once = dataclasses.replace(settings, epochs=1)
-    for epoch in range(1, settings.epochs + 1):
-      folder = f"{work_dir}/epoch_{epoch}"
-      init = train_once(init, once, folder, _distillation_path(None, folder))
-  else:
-    init = train_once(init, settings, work_dir, _distillation_path(distillation_data, work_dir))
-  save_model(output, config, init, words.fingerprint())
+    runs = [(once, f"{work_dir}/epoch_{i + 1}") for i in range(settings.epochs)]
+  for of_run, folder in runs:
+    text = teacher.distillation_data(
+      _distillation_path(distillation_data, folder),
+      data,
+      sources,
+      targets,
+      samples,
+      new_sources,
+      tail,
+      writer=(model_of(config), params) if on_policy else None,
+    )
+    if after:
+      draft, other_params = load_model(after)
+      text = residual_labels(draft, other_params, text, batch_sharding=teacher.batch_sharding)
+    params = train(objective, of_run, text, valid, folder, params)
+  save_model(output, config, params, words.fingerprint(), "bfloat16")
 
 
 def train_speculator(
@@ -242,7 +222,7 @@ def train_speculator(
   sources: list[str] | None,
   targets: list[str],
   valid_source: str | None,
-  config: Callable[[Config], SpeculatorConfig],
+  head: Callable[[Config], DraftHead],
   settings: TrainSettings,
   vocabulary: str,
   target: str,
@@ -254,67 +234,36 @@ def train_speculator(
   divergence: Divergence = "forward_kl",
   stride: int = 4,
   start: str | None = None,
-  extra_ids: int | Literal["auto"] = "auto",
 ) -> None:
-  """Train a learned draft head on the target's hidden states and save it.
+  """Train a learned draft head on the hidden states of the frozen target and save it.
 
-  The target is frozen (`drafts.heads`). An interrupted run resumes. The validation score is the
-  acceptance length at temperature 0, in tokens per round. The rounds start at every `stride`-th
-  token, except for some kinds of head (`speculator_objective`).
+  The validation score is the acceptance length at temperature 0 (`speculator_objective`).
 
   Args:
-    data: folder of the text files.
-    sources: names of the source files, one sentence per line. The files are concatenated. None if
-      the target is decoder-only.
-    targets: names of the files of translations; for a decoder-only target, of texts.
-    valid_source: name of the file of validation sentences, which the target translates; None if the
-      target is decoder-only.
-    config: function from the configuration of the target to the configuration of the head.
-    settings: number of epochs, learning rate, sharding and other settings of training.
-    vocabulary: vocabulary file of both models.
-    target: checkpoint of the target, in any format that `load.load_pair` reads.
-    output: folder for the trained head, in bfloat16.
-    work_dir: folder for checkpoints and metrics of this run.
-    distillation_data: path of the file of texts with the target's distributions. It is created if
-      it does not exist. By default `distillation_data.npz` in `work_dir`.
-    samples: number of outputs sampled from the target at temperature 1 for each source.
-    new_sources: number of spliced sentences (`distillation.spliced_sentences`).
-    divergence: divergence between head and target (`objectives.divergences`).
-    stride: number of tokens between anchors, the positions at which rounds start
-      (`train.speculators.speculator_objective`).
+    data: see the module; so are the arguments that are not listed here.
+    head: function from the configuration of the target to the head.
+    stride: number of tokens between anchors, the positions at which rounds start.
     start: folder of a model of the head's width, such as a draft of the pair. Training starts from
-      the parameters of this model that fit the head (`train.speculators.warm_start`). None to
-      start from random parameters.
-    extra_ids: see `load.load_pair`.
+      its parameters that fit the head (`train.speculators.warm_start`). None to start from random
+      parameters.
 
   Raises:
     InputError: `stride` is less than 1, or the model in `start` does not fit the head.
   """
   require_count("stride", stride)
   opened = open_checkpoint(target)
-  tokens = model_tokens(opened)
-  words = open_vocabulary_of_model(vocabulary, opened.config.vocab_size, extra_ids, tokens)
+  size, tokens = opened.config.vocab_size, model_tokens(opened)
+  words = open_vocabulary_of_model(vocabulary, size, tokens=tokens)
   teacher = open_teacher(target, words, settings.model_parallel)
-  head_config = config(teacher.config)  # an invalid one raises before the texts are generated
-  text = teacher.distillation_data(
-    _distillation_path(distillation_data, work_dir),
-    TrainingTexts(data, sources, targets, samples, new_sources),
-  )
-  objective = speculator_objective(head_config, teacher.config, teacher.params, divergence, stride)
+  new = head(teacher.config)  # an invalid one raises before the texts are generated
+  path = _distillation_path(distillation_data, work_dir)
+  text = teacher.distillation_data(path, data, sources, targets, samples, new_sources)
+  objective = speculator_objective(new, teacher.config, teacher.params, divergence, stride)
   if start:
-    objective = _with_warm_start(objective, start)
+    init, model = objective.init, load_model(start)
+    objective = objective._replace(init=lambda rng: warm_start(init(rng), *model))
   params = train(objective, settings, text, teacher.validation_pairs(data, valid_source), work_dir)
-  save_model(output, head_config, params, words.fingerprint())
-
-
-def _with_warm_start(objective: Objective, folder: str) -> Objective:
-  """Return the objective with initial parameters from the model in `folder`; see `warm_start`."""
-  model_config, model_params = load_model(folder)
-
-  def init(rng: Array) -> Any:
-    return warm_start(objective.init(rng), model_config, model_params)
-
-  return objective._replace(init=init)
+  save_model(output, new, params, words.fingerprint(), "bfloat16")
 
 
 def _distillation_path(path: str | None, work_dir: str) -> pathlib.Path:

@@ -3,37 +3,32 @@
 import collections
 import contextlib
 import fcntl
-import functools
 import hashlib
 import itertools
 import json
 import os
 import pathlib
+import re
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import IO, Literal
+from typing import IO, Any, Literal
 
 import jax
-import numpy as np
 from rich.console import Console
 
-from specdec_jax import batching
 from specdec_jax.beams import BeamSearcher
 from specdec_jax.core.atomic_files import atomic_write
-from specdec_jax.core.counts import require_finite
-from specdec_jax.core.decode import Decoder
 from specdec_jax.core.generation_config import GenerationConfig
 from specdec_jax.core.loading import DecodeSettings
-from specdec_jax.core.processors import Processors
-from specdec_jax.core.sampling import Sampling, row_keys
-from specdec_jax.core.trees import AnyTree
+from specdec_jax.core.sampling import Sampling
 from specdec_jax.core.types import DecodeResult, Params
 from specdec_jax.data.text import read_sources, read_stdin_lines
 from specdec_jax.errors import InputError, require_count, require_seed
 from specdec_jax.measure.calibrate import params_digest, resolve_tree
 from specdec_jax.measure.progress import Progress
 from specdec_jax.pair import Pair
+from specdec_jax.serve.lines import count_records, decode_lines, output_record
 
 # A warning is printed if more than this share of a line's letters are in single-letter pieces. With
 # the captions' vocabulary the share is at most 0.22 for captions, 0.13 for news in the median, 0.4
@@ -71,20 +66,17 @@ def translate(
   or to a device or a pipe, lines are written directly, and nothing is resumed.
 
   Args:
-    pair: target and draft; see `load_pair`.
     input: path of a text file with one source per line, or of a .jsonl file; '-' for standard
       input; None to decode `num_texts` copies of `prefix`, which may be empty for a decoder-only
       model. A .jsonl file has one JSON object per line, whose field 'source' or 'text' is the
       source. A file whose name ends in .gz is decompressed. Lines of standard input are decoded as
       they arrive (with 'auto', after the last one, unless they are typed at a terminal).
     output: path of a file, which must not be the input; '-' for standard output. A .jsonl file has
-      the fields of `output_records` for each source.
-    sampling: sampling method; argmax by default.
+      a record for each source (`serve.lines.output_record`).
     gamma: draft tokens per round; 0 for autoregressive decoding; 'auto' chooses the fastest and
       prints why.
     batch_size: number of lines that are decoded together; always 1 if input is from a terminal.
     max_new_tokens: limit for each output.
-    seed: random seed of all sampling.
     prefix: text prepended to each line that is not blank, such as the prefix of a T5 task. If
       `input` is None, it is the prompt.
     num_texts: number of outputs if `input` is None.
@@ -95,7 +87,6 @@ def translate(
     draft_beams: number of beams of the draft; defaults to `beams`.
     nodes: maximum number of nodes per target forward pass of a beam search; see
       `Pair.beam_searcher`.
-    length_penalty: exponent of the length penalty of a beam search.
     generation: settings of logits processors, such as `forced_bos_token_id` for the language of
       outputs.
 
@@ -116,7 +107,7 @@ def translate(
   if beams is not None:
     if sampling.temperature or tree is not None or gamma == "auto" or processors:
       raise InputError(
-        "A beam search samples nothing, and its draft guesses gamma steps; with beams leave the "
+        "A beam search samples nothing, and its draft searches gamma steps; with beams leave the "
         "temperature at 0, the tree and generation unset, and give gamma as a number. Pair.generate"
         " has a beam search with logits processors."
       )
@@ -126,52 +117,49 @@ def translate(
   at_terminal = input == "-" and sys.stdin.isatty()
   batch_size = 1 if at_terminal else batch_size  # so that each line is decoded at once
   settings = DecodeSettings(sampling, batch_size, max_new_tokens, seed)
-  lines: Iterable[str]
+  sources: Iterable[dict[str, Any]]
+  run, total = None, None
   if input == "-":
     if at_terminal:
       notes.print("A line, then Enter; Ctrl-D ends it.")
-    lines, run = read_stdin_lines(prefix), None
-    sample = [*itertools.islice(lines, at_terminal or None)] if "auto" in (gamma, tree) else []
-    lines = itertools.chain(sample, lines)
+    sources = ({"source": line} for line in read_stdin_lines(prefix))
+    sample = [*itertools.islice(sources, at_terminal or None)] if "auto" in (gamma, tree) else []
+    sources = itertools.chain(sample, sources)
   else:
-    lines = sample = [prefix] * num_texts if input is None else read_sources(input, prefix)
+    single = {"source": prefix}
+    sources = sample = [single] * num_texts if input is None else read_sources(input, prefix)
+    total = len(sample)
     run = _run_hash(
-      pair, settings, gamma, tree, beams, draft_beams, nodes, length_penalty, generation, lines
+      pair, settings, gamma, tree, beams, draft_beams, nodes, length_penalty, generation, sample
     )
   totals, warned = collections.Counter[str](), collections.defaultdict[str, list[int]](list)
   with (
     _open_output(output, run) as (sink, num_done),
     Progress(disable=at_terminal or output == "-" and sys.stdout.isatty()) as bar,
   ):
-    shape = resolve_tree(
-      gamma, tree, pair, [*filter(pair.can_decode, sample)], settings, say=notes.print
-    )
+    sample_texts = [each["source"] for each in sample if pair.can_decode(each["source"])]
+    shape = resolve_tree(gamma, tree, pair, sample_texts, settings, say=notes.print)
     if num_done:
       notes.print(f"resuming an interrupted run after line {num_done}.")
-    since, index = time.perf_counter(), num_done
-    total = len(lines) if isinstance(lines, list) else None
+    since = time.perf_counter()
     task = bar.add_task("decoding", total=total, completed=num_done)
-    sources, rows = itertools.tee(itertools.islice(lines, num_done, None))
-    to_decode: Iterable[str | None] = (row if pair.can_decode(row) else None for row in rows)
-    to_decode = to_decode if total is None else [*to_decode]
-    for texts, decoded in decode_lines(
-      pair, to_decode, shape, settings, decode, num_done, processors
-    ):
-      batch = itertools.islice(sources, len(texts))
-      records = [*output_records(pair, index, [*batch], texts, decoded)]
-      index += len(texts)
-      is_json = output.endswith(".jsonl")
-      for record in records:
-        text = record["output"].replace("\n", " ")
-        sink.write((json.dumps(record, ensure_ascii=False) if is_json else text) + "\n")
+    sources, rows = itertools.tee(itertools.islice(sources, num_done, None))
+    lines: Iterable[str] = (each["source"] for each in rows)
+    lines = lines if total is None else [*lines]
+    decoded = decode_lines(pair, lines, shape, settings, decode, num_done, processors)
+    for index, (fields, (text, result)) in enumerate(zip(sources, decoded), num_done):
+      record = output_record(index, fields, text, result)
+      if output.endswith(".jsonl"):
+        sink.write(json.dumps(record, ensure_ascii=False) + "\n")
+      else:
+        sink.write(re.sub("\r\n|[\r\n]", " ", text) + "\n")
       sink.flush()
-      bar.advance(task, len(texts))
-      totals.update(count_records(records))
-      for record in records:
-        for kind, detail in _warnings(pair, record, max_new_tokens):
-          warned[kind].append(record["index"] + 1)
-          if len(warned[kind]) == 1:
-            notes.print(f"warning: line {record['index'] + 1} {kind}{detail}.")
+      bar.advance(task)
+      totals.update(count_records([record]))
+      for kind, detail in _warnings(pair, record, max_new_tokens):
+        warned[kind].append(index + 1)
+        if len(warned[kind]) == 1:
+          notes.print(f"warning: line {index + 1} {kind}{detail}.")
   for kind, (_, *others) in warned.items():
     if others:
       shown = ", ".join(map(str, others[:10])) + (", ..." if len(others) > 10 else "")
@@ -188,7 +176,6 @@ def translate(
 
 
 def _run_hash(pair: Pair, *settings: object) -> str:
-  """Return a hash of settings and of everything in a pair that outputs depend on."""
   parts = (
     settings,
     (pair.dtype, pair.kernels, pair.max_source_tokens, pair.continues, pair.draft.name),
@@ -201,15 +188,9 @@ def _run_hash(pair: Pair, *settings: object) -> str:
 def _open_output(output: str, run: str | None) -> Iterator[tuple[IO[str], int]]:
   """Open an output, and yield it with the number of lines that an interrupted run has written.
 
-  A file is written to OUTPUT.part, whose first line is `run`. It becomes OUTPUT when the context
-  exits.
-
-  Args:
-    output: path of a file, or '-' for standard output.
-    run: hash of everything that the lines depend on. None, a device or a pipe is written directly.
-
-  Raises:
-    InputError: OUTPUT.part belongs to another run.
+  A file is written to OUTPUT.part, whose first line is `run`, a hash of everything that the lines
+  depend on. It becomes OUTPUT when the context exits. If `run` is None, or the output is a device
+  or a pipe, it is written directly.
   """
   if output == "-":
     yield sys.stdout, 0
@@ -247,7 +228,6 @@ def _open_output(output: str, run: str | None) -> Iterator[tuple[IO[str], int]]:
 
 
 def _warnings(pair: Pair, record: dict, max_new_tokens: int) -> Iterator[tuple[str, str]]:
-  """Yield the kind and the details of each warning about a line and its output."""
   line = record["source"]
   if not pair.can_decode(line):
     yield "is empty", "; its output is left empty"
@@ -266,164 +246,10 @@ def _warnings(pair: Pair, record: dict, max_new_tokens: int) -> Iterator[tuple[s
     )
 
 
-def output_records(
-  pair: Pair,
-  first: int,
-  sources: Sequence[str],
-  outputs: Sequence[str],
-  decoded: Sequence[DecodeResult],
-) -> Iterator[dict]:
-  """Yield the record of each text of a batch, as in the files of `decode` and `translate`.
-
-  A record has the fields `index`, `source`, `output`, `tokens` (ids, EOS included), `rounds`,
-  `guesses` (verified draft tokens) and `accepted` (accepted draft tokens).
-
-  Args:
-    pair: target and draft.
-    first: index of the first text of the batch.
-    sources: texts of the batch.
-    outputs: output of each text.
-    decoded: results of decoding, without rows for texts that were not decoded.
-  """
-  rows = (
-    (result, row, *counts)
-    for result in decoded
-    for row, counts in enumerate(zip(*result.rounds.acceptance_counts()))
-  )
-  for index, (source, output) in enumerate(zip(sources, outputs), first):
-    record = dict(index=index, source=source, output=output)
-    if not pair.can_decode(source):
-      yield dict(record, tokens=[], rounds=0, guesses=0, accepted=0)
-      continue
-    result, row, accepted, rejected = next(rows)
-    yield dict(
-      record,
-      tokens=result.tokens[row, : result.lengths[row]].tolist(),
-      rounds=int((result.rounds.num_emitted[:, row] > 0).sum()),
-      guesses=int(accepted + rejected),
-      accepted=int(accepted),
-    )
-
-
-def count_records(records: Iterable[dict]) -> dict[str, int]:
-  """Return the numbers of texts, tokens, rounds, guesses and accepted draft tokens of records."""
-  counts = dict(texts=0, tokens=0, rounds=0, guesses=0, accepted=0)
-  for record in records:
-    counts["texts"] += 1
-    counts["tokens"] += len(record["tokens"])
-    for name in ("rounds", "guesses", "accepted"):
-      counts[name] += record[name]
-  return counts
-
-
 def _best_of_beams(searcher: BeamSearcher, params: Params) -> Callable[..., DecodeResult]:
-  """Return a function that runs a beam search and returns its best text as a `DecodeResult`."""
 
   def decode(prompt, rng, *, max_new_tokens: int) -> DecodeResult:
     result = searcher.run(params, prompt, max_new_tokens=max_new_tokens)
     return jax.device_get(result).best()
 
   return decode
-
-
-def decode_lines(
-  pair: Pair,
-  lines: Iterable[str | None],
-  tree: AnyTree,
-  settings: DecodeSettings,
-  decode: Callable[..., DecodeResult] | None = None,
-  start: int = 0,
-  processors: Processors = (),
-) -> Iterator[tuple[list[str], list[DecodeResult]]]:
-  """Decode lines, with `batch_size` rows.
-
-  If the lines are a sequence, the next line takes the row of a line that has ended. Otherwise they
-  are decoded in batches, each of them as soon as its lines have arrived.
-
-  Args:
-    pair: target and draft.
-    lines: sources. A line that is None is not decoded, and its output is empty. A batch of such
-      lines takes no time.
-    tree: tree of draft tokens; `chain(0)` for autoregressive decoding.
-    settings: settings of decoding.
-    decode: function of (prompt, keys, *, max_new_tokens) that decodes a batch, to use instead of
-      `pair.decoder`.
-    start: index of the first line. It determines the random keys.
-    processors: logits processors.
-
-  Yields:
-    For each group of lines, in the order of the lines, the output of each line, and results with
-    the decoded rows. There are none if no row was decoded.
-  """
-  batch_size = settings.batch_size
-  if decode is None:
-    decoder = pair.decoder(settings.sampling, tree, settings.lenience, processors=processors)
-    if isinstance(lines, Sequence) and 1 < batch_size < len(lines) - [*lines].count(None):
-      yield from _decode_in_slots(pair, lines, decoder, settings, start)
-      return
-    decode = functools.partial(decoder.run, pair.params)
-  lines = iter(lines)
-  for first in itertools.count(start, batch_size):
-    batch = [*itertools.islice(lines, batch_size)]
-    if not batch:
-      return
-    rows = [row for row, line in enumerate(batch) if line is not None]
-    texts = [""] * len(batch)
-    if not rows:
-      yield texts, []
-      continue
-    sources = [line or "" for line in batch]
-    sources += sources[:1] * (batch_size - len(batch))  # the last batch has the shape of the others
-    prompt, keys = pair.prompt(sources), row_keys(settings.seed, first, batch_size)
-    result = decode(prompt, keys, max_new_tokens=settings.max_new_tokens)
-    decoded = require_finite(jax.device_get(result))
-    for row in rows:
-      texts[row] = pair.vocabulary.decode(np.asarray(decoded.tokens[row]))
-    yield texts, [_rows(decoded, rows)]
-
-
-def _decode_in_slots(
-  pair: Pair,
-  lines: Sequence[str | None],
-  decoder: Decoder,
-  settings: DecodeSettings,
-  start: int,
-) -> Iterator[tuple[list[str], list[DecodeResult]]]:
-  """Decode lines by continuous batching; see `decode_lines`."""
-  index = [i for i, line in enumerate(lines) if line is not None]
-  lengths = [len(pair.encode(lines[i] or "")) for i in index]
-  width = -(-max(lengths) // 8) * 8
-  found = batching.decode_texts(
-    decoder,
-    pair.params,
-    batching.Texts(
-      lambda rows: pair.prompt([lines[index[row]] or "" for row in rows], width),
-      lengths,
-      row_keys(settings.seed, start, len(lines))[np.array(index)],
-      np.full(len(index), settings.max_new_tokens),
-    ),
-    num_slots=settings.batch_size,
-    max_new_tokens=settings.max_new_tokens,
-    has_encoder=not pair.continues,
-  )
-  ended: dict[int, DecodeResult] = {}
-  first = 0  # of the lines whose outputs were not yielded yet
-  for text, result, row in found:
-    ended[index[text]] = batching.one_row(result, row)
-    last = first
-    while last < len(lines) and (last in ended or lines[last] is None):
-      last += 1
-    if last > first:
-      decoded = [ended.pop(i) for i in range(first, last) if i in ended]
-      texts = iter(pair.vocabulary.decode(np.asarray(each.tokens[0])) for each in decoded)
-      yield ["" if line is None else next(texts) for line in lines[first:last]], decoded
-      first = last
-
-
-def _rows(decoded: DecodeResult, rows: Sequence[int]) -> DecodeResult:
-  """Return the rows of a result that have the indices `rows`."""
-  return decoded._replace(
-    tokens=decoded.tokens[rows],
-    lengths=decoded.lengths[rows],
-    rounds=jax.tree.map(lambda x: x[:, rows], decoded.rounds),
-  )

@@ -13,11 +13,7 @@ def atomic_write(path: str | os.PathLike, mode: str = "w") -> Iterator[IO]:
 
   The new file is written next to `path` and has its permissions. If `path` is a symbolic link, the
   file that it points to is replaced. Devices, pipes and files behind devices (/dev/stdout) are
-  appended to.
-
-  Args:
-    path: file to write.
-    mode: "w" for text in UTF-8; "wb" for bytes.
+  appended to. Text is in UTF-8.
   """
   encoding = None if "b" in mode else "utf-8"
   old = os.stat(path) if os.path.exists(path) else None

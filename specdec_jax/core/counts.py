@@ -36,10 +36,10 @@ def acceptance_by_position(outputs: list[DecodeResult]) -> list[float | None]:
   num_accepted = np.concatenate([o.rounds.num_accepted.ravel() for o in outputs])
   num_emitted = np.concatenate([o.rounds.num_emitted.ravel() for o in outputs])
   proposed = np.concatenate(
-    [o.rounds.guesses.reshape(-1, o.rounds.guesses.shape[-1]) >= 0 for o in outputs]
+    [o.rounds.draft_tokens.reshape(-1, o.rounds.draft_tokens.shape[-1]) >= 0 for o in outputs]
   )
   rates: list[float | None] = []
-  for i in range(outputs[0].rounds.guesses.shape[-1]):
+  for i in range(outputs[0].rounds.draft_tokens.shape[-1]):
     accepted = int(((num_accepted > i) & (num_emitted > i)).sum())
     rejected = int(((num_accepted == i) & (num_emitted == i + 1) & proposed[:, i]).sum())
     rates.append(accepted / (accepted + rejected) if accepted + rejected else None)

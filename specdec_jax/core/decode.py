@@ -28,7 +28,7 @@ from specdec_jax.core.arrays import (
 )
 from specdec_jax.core.memory import require_memory
 from specdec_jax.core.processors import Processors, node_prefixes, process
-from specdec_jax.core.sampling import distribution, split_keys
+from specdec_jax.core.sampling import distribution, position_keys, split_keys
 from specdec_jax.core.settings import Settings, traced
 from specdec_jax.core.trees import (
   AnyTree,
@@ -57,10 +57,7 @@ class DecodeState(NamedTuple):
   """State of the decoding loop between two rounds; the other fields are those of `Context`.
 
   Attributes:
-    done: whether a row has ended.
     rng: key of each row, from which the keys of its rounds or positions are derived.
-    draft_state: state of the draft.
-    rounds: data of the rounds so far.
     num_rounds: number of rounds since each row began.
     not_finite: see `DecodeResult`; also for `log_probs`, whose slots are those of `tokens`.
   """
@@ -90,11 +87,8 @@ class DecodeState(NamedTuple):
 class NullDraft(Draft):
   """Draft that takes no time. By default it proposes no tokens: decoding is autoregressive.
 
-  With a tree, every draft token is token 0. The time of a round is then the time of all
-  parts except drafting.
-
-  Attributes:
-    tree: tree of the proposals.
+  With a tree, every draft token is token 0. The time of a round is then the time of all parts
+  except drafting.
   """
 
   tree: AnyTree = chain(0)
@@ -103,8 +97,8 @@ class NullDraft(Draft):
     self, params: Any, state: Any, context: Context, rng: Key[Array, " B"]
   ) -> tuple[Proposal, Any]:
     batch = len(context.tokens)
-    guesses = jnp.zeros((batch, self.tree.num_guesses), jnp.int32)
-    return Proposal(guesses, tree=placeholder_shape(self.tree, batch)), state
+    draft_tokens = jnp.zeros((batch, self.tree.num_draft_tokens), jnp.int32)
+    return Proposal(draft_tokens, tree=placeholder_shape(self.tree, batch)), state
 
 
 @dataclasses.dataclass(frozen=True)
@@ -121,7 +115,7 @@ class Decoder(Settings):
       it.
     eos_id: token that ends a text, or several; None to use `target.eos_id`.
     processors: logits processors of the target, in the order in which they apply. The draft should
-      have the same (`Draft.with_processors`).
+      have the same (`DraftOptions`).
     records_log_probs: whether results have the log-probabilities of each token.
   """
 
@@ -147,8 +141,6 @@ class Decoder(Settings):
     """Decode a batch in one jitted program.
 
     Args:
-      params: parameters of target and draft.
-      prompt: padded prompts.
       rng: one key per row, so that a row does not depend on its neighbors; or one key, which is
         split. A key is made by `jax.random.key` or `PRNGKey`.
       max_new_tokens: maximum number of new tokens of each row, EOS included.
@@ -158,8 +150,8 @@ class Decoder(Settings):
       num_samples: number of consecutive rows per prompt; rng, limit and num_forced are per row.
 
     Raises:
-      InputError: max_new_tokens is not a positive integer, rng is neither one key nor one per row,
-        the tree has too many levels or siblings, or there is not enough memory.
+      InputError: an argument is invalid, the tree has too many levels or siblings, or there is not
+        enough memory.
     """
     require_count("max_new_tokens", max_new_tokens)
     state = self.init(params, prompt, rng, max_new_tokens, limit, num_forced, num_samples)
@@ -174,9 +166,7 @@ class Decoder(Settings):
     # One key per row and position: rows are independent, and no round of a row repeats a key.
     draft_rng, verify_rng = split_rows(fold_in_rows(state.rng, state.length))
     if self.verifier.uses_position_keys:
-      positions = state.length[:, None] + jnp.arange(self.draft.tree.depth + 1)
-      verify_rng = jax.vmap(fold_in_rows, (None, 1), 1)(state.rng, positions)
-      draft_rng = verify_rng if self.draft.uses_position_keys else draft_rng
+      verify_rng = position_keys(state.rng, state.length, self.draft.tree.depth + 1)
 
     # Propose: the draft samples tokens x_1, ..., x_N, each from its distribution q.
     context = state.context
@@ -270,10 +260,10 @@ class Decoder(Settings):
       log_probs=jnp.zeros((batch, num_slots, 2)) if self.records_log_probs else None,
     )
     # One round needs logits of the target at every node, and q of every draft token.
-    num_distributions = tree.num_nodes + tree.num_guesses
+    num_distributions = tree.num_nodes + tree.num_draft_tokens
     logits = jax.ShapeDtypeStruct((batch, num_distributions, self.target.vocab_size), jnp.float32)
-    guesses = f"gamma {tree.depth}" if tree.is_chain else f"a tree of {tree.num_nodes} nodes"
-    what = f"a batch of {batch} with max_new_tokens {max_new_tokens} and {guesses}"
+    draft_tokens = f"gamma {tree.depth}" if tree.is_chain else f"a tree of {tree.num_nodes} nodes"
+    what = f"a batch of {batch} with max_new_tokens {max_new_tokens} and {draft_tokens}"
     require_memory(what, (params, state, logits))
     return state
 
@@ -293,7 +283,7 @@ class Decoder(Settings):
     self, params: Any, cache: Any, block: Int[Array, "B K"], tree: AnyTree
   ) -> tuple[Float[Array, "B K V"], Float[Array, "B K E"], Any]:
     """Run the target over a block, cut to the `verify_lengths` that covers the longest proposal."""
-    lengths = self.draft.verify_lengths
+    lengths = tree.verify_lengths
     if not lengths:
       return self.target.extend(params, cache, block, tree)
 
@@ -315,7 +305,6 @@ class Decoder(Settings):
     verification: Verification,
     emitted: Int[Array, "B emitted"],
   ) -> Float[Array, "B emitted 2"]:
-    """Return the log-probabilities of the tokens of a round; see `DecodeResult`."""
     # Each token was sampled at the node before it.
     nodes, path = jnp.broadcast_to(jnp.arange(emitted.shape[1]), emitted.shape), verification.path
     if path is not None:
@@ -344,11 +333,11 @@ class Decoder(Settings):
     """
     eos_id = self.target.eos_id if self.eos_id is None else self.eos_id
     eos_ids = jnp.atleast_1d(jnp.asarray(eos_id))
-    n, path, guesses = verification.num_accepted, verification.path, proposal.tokens
+    n, path, draft_tokens = verification.num_accepted, verification.path, proposal.tokens
     if path is not None:
-      guesses = gather(guesses, jnp.maximum(path - 1, 0))
-    i = jnp.arange(guesses.shape[1] + 1)
-    padded = jnp.pad(guesses, ((0, 0), (0, 1)))
+      draft_tokens = gather(draft_tokens, jnp.maximum(path - 1, 0))
+    i = jnp.arange(draft_tokens.shape[1] + 1)
+    padded = jnp.pad(draft_tokens, ((0, 0), (0, 1)))
     emitted = jnp.where(i < n[:, None], padded, verification.next_token[:, None])
     is_eos = (emitted[..., None] == eos_ids).any(axis=-1) & (i <= n[:, None])
     is_eos &= state.length[:, None] + i >= state.prompt_length[:, None]  # not in a forced prefix
@@ -367,12 +356,12 @@ def empty_rounds(tree: AnyTree, max_rounds: int, batch: int) -> Rounds:
     return jnp.zeros((max_rounds, batch, *shape), jnp.int32)
 
   return Rounds(
-    guesses=zeros(tree.num_guesses),
+    draft_tokens=zeros(tree.num_draft_tokens),
     num_accepted=zeros(),
     next_token=zeros(),
     num_emitted=zeros(),
     path=None if tree.is_chain else zeros(tree.depth),
-    parents=zeros(tree.num_guesses) if isinstance(tree, DynamicTree) else None,
+    parents=zeros(tree.num_draft_tokens) if isinstance(tree, DynamicTree) else None,
   )
 
 
@@ -396,11 +385,10 @@ def _recorded(
   verification: Verification,
   num_emitted: Int[Array, " B"],
 ) -> Rounds:
-  """Return the data of the rounds so far, including this one."""
   # With an adaptive gamma a round may propose fewer tokens than the arrays have room for.
-  missing = state.rounds.guesses.shape[-1] - proposal.tokens.shape[1]
+  missing = state.rounds.draft_tokens.shape[-1] - proposal.tokens.shape[1]
   record = Rounds(
-    guesses=jnp.pad(proposal.tokens, ((0, 0), (0, missing)), constant_values=-1),
+    draft_tokens=jnp.pad(proposal.tokens, ((0, 0), (0, missing)), constant_values=-1),
     num_accepted=verification.num_accepted,
     next_token=verification.next_token,
     num_emitted=num_emitted,

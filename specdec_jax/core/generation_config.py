@@ -168,11 +168,7 @@ class GenerationConfig:
     return _token_ids("eos_token_id", default if self.eos_token_id is None else self.eos_token_id)
 
   def new_tokens(self, prompt_lengths: Sequence[int]) -> list[int]:
-    """Return the limit of new tokens of each row, given the number of tokens before the output.
-
-    Raises:
-      InputError: `max_new_tokens` is None, and `max_length` is not above all `prompt_lengths`.
-    """
+    """Return the limit of new tokens of each row, given the number of tokens before the output."""
     if self.max_length is None:
       return [self.max_new_tokens or DEFAULT_NEW_TOKENS] * len(prompt_lengths)
     limits = [self.max_length - length for length in prompt_lengths]
@@ -186,13 +182,7 @@ class GenerationConfig:
     return limits
 
   def processors(self, vocab_size: int, eos_ids: tuple[int, ...], pad_id: int = 0) -> Processors:
-    """Return the logits processors in the order of transformers, with `logits_processor` last.
-
-    Args:
-      vocab_size: V, the number of vocabulary entries.
-      eos_ids: tokens that end a text.
-      pad_id: token that pads prompts.
-    """
+    """Return the logits processors in the order of transformers, with `logits_processor` last."""
     eos = HashableArray(np.array(eos_ids, np.int32))
     found: list[LogitsProcessor] = []
     if self.sequence_bias:

@@ -7,15 +7,7 @@ from specdec_jax.core.sampling import Sampling
 
 @dataclasses.dataclass(frozen=True)
 class DecodeSettings:
-  """Settings of decoding that functions for measurement and calibration take.
-
-  Attributes:
-    sampling: sampling method of the target.
-    batch_size: number of outputs that are decoded together.
-    max_new_tokens: limit for each output, EOS included.
-    seed: seed of all sampling.
-    lenience: lenience of the verifier (Appendix A.5); 1 is exact.
-  """
+  """Settings of decoding that functions for measurement and calibration take; see `generate`."""
 
   sampling: Sampling
   batch_size: int = 1

@@ -16,10 +16,7 @@ _LIMITS = "/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_by
 def require_memory(what: str, arrays: Any, advice: str = "ask for less") -> None:
   """Raise InputError unless `arrays` would fit in memory if nothing else were stored in it.
 
-  Args:
-    what: user's settings that determine the size of the arrays, for the message.
-    arrays: pytree of arrays, which may be traced, or of `jax.ShapeDtypeStruct`.
-    advice: advice to the user, for the message.
+  `arrays` is a pytree of arrays, which may be traced, or of `jax.ShapeDtypeStruct`.
   """
   types = [*map(jax.typeof, jax.tree.leaves(arrays))]
   num_bytes = sum(x.size * x.dtype.itemsize for x in types)

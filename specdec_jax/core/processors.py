@@ -70,7 +70,7 @@ def process(
 
 def node_prefixes(
   context: Any,
-  guesses: Int[Array, "B guesses"],
+  draft_tokens: Int[Array, "B N"],
   tree: AnyTree,
   first: int = 0,
   last: int | None = None,
@@ -79,25 +79,23 @@ def node_prefixes(
 
   Args:
     context: the `Context` of the round.
-    guesses: draft tokens; those after node `last - 1` may be missing.
-    tree: shape of the proposal.
-    first: index of the first node.
-    last: index of the node after the last one; None to include all nodes from `first` on.
+    draft_tokens: draft tokens; those after node `last - 1` may be missing.
   """
   nodes = np.arange(tree.num_nodes)[first:last]
-  guesses = jnp.pad(jnp.maximum(guesses, 0), ((0, 0), (0, 1)))  # -1 was not proposed
+  draft_tokens = jnp.pad(jnp.maximum(draft_tokens, 0), ((0, 0), (0, 1)))  # -1 was not proposed
   slots, start = jnp.arange(context.tokens.shape[1]), context.length[:, None]
   if tree.is_chain:
-    text = place_tokens(context.tokens, guesses, context.length, guesses.shape[1])[:, None]
+    text = place_tokens(context.tokens, draft_tokens, context.length, draft_tokens.shape[1])[
+      :, None
+    ]
     length = start + nodes
   else:
     # Each text is the committed tokens and the path to its node, one node per depth.
-    batch, depths = len(guesses), jnp.atleast_2d(jnp.asarray(tree.depths))
-    ancestors = jnp.reshape(tree.ancestors, (-1, tree.num_nodes, tree.num_nodes))[:, nodes]
+    batch, depths, ancestors = len(draft_tokens), tree.row_depths, tree.row_ancestors[:, nodes]
     at_depth = depths[:, None] == jnp.arange(1, tree.depth + 1)[:, None]
     path = (ancestors[:, :, None] & at_depth[:, None]).argmax(axis=-1)  # [B or 1, nodes, D]
     path = jnp.broadcast_to(path, (batch, *path.shape[1:])).reshape(batch, -1)
-    tokens = gather(guesses, jnp.clip(path - 1, 0, guesses.shape[1] - 1))
+    tokens = gather(draft_tokens, jnp.clip(path - 1, 0, draft_tokens.shape[1] - 1))
     tokens = tokens.reshape(batch, len(nodes), -1)
     offset = jnp.clip(slots - start, 0, tree.depth - 1)
     offset = jnp.broadcast_to(offset[:, None], (batch, len(nodes), len(slots)))
@@ -128,7 +126,6 @@ class RepetitionPenalty(LogitsProcessor):
     of_prompt: whether to penalize tokens that occur in the prompt, instead of those in the text.
       With the inverse of the penalty, this is `encoder_repetition_penalty` of transformers; there,
       padding of the prompt counts as a token, and here it does not.
-    pad_id: token that pads the prompt.
   """
 
   penalty: float = traced(1.0)
@@ -151,7 +148,6 @@ class NoRepeatNgram(LogitsProcessor):
     size: n, at least 1.
     of_prompt: whether n-grams of the prompt must not be repeated, instead of those of the text
       (`encoder_no_repeat_ngram_size` of transformers).
-    pad_id: token that pads the prompt.
   """
 
   size: int = traced(0)
@@ -227,7 +223,6 @@ class MinLength(LogitsProcessor):
   Attributes:
     min_length: minimum number of tokens before EOS, including the start token of T5 or the prompt.
     min_new_tokens: minimum number of generated tokens before EOS.
-    eos_ids: tokens that end a text.
   """
 
   min_length: int = traced(0)
@@ -266,11 +261,7 @@ class ForcedTokens(LogitsProcessor):
 
 @dataclasses.dataclass(frozen=True)
 class ForcedPrefix(LogitsProcessor):
-  """Force the first tokens of each output (`decoder_input_ids`).
-
-  Attributes:
-    tokens: [B, F], forced tokens of each row, padded at the end with -1.
-  """
+  """Force the first tokens of each output: `tokens` [B, F], padded at the end with -1."""
 
   tokens: HashableArray | Array = traced(HashableArray(np.zeros((1, 0), np.int32)))
 
@@ -308,7 +299,6 @@ class FunctionProcessor(LogitsProcessor):
 
 
 def _is_text(prefixes: Prefixes) -> Bool[Array, "B K T"]:
-  """Return a mask of the slots that hold a token of the text."""
   return jnp.arange(prefixes.tokens.shape[-1]) < prefixes.length[..., None]
 
 
@@ -322,7 +312,7 @@ def _token_before_end(prefixes: Prefixes, i: Any) -> Int[Array, "B K 1"]:
 def _occurring(
   tokens: Int[Array, "B K T"], exists: Bool[Array, "B K T"], vocab_size: int
 ) -> Bool[Array, "B K {vocab_size}"]:
-  """Return a mask of the tokens of the vocabulary that are in `tokens` where `exists` is true."""
+  """Return a mask of the vocabulary: the tokens that are in `tokens` where `exists` is true."""
 
   def occurring(row: Int[Array, " T"]) -> Bool[Array, " V"]:
     return jnp.zeros(vocab_size, bool).at[row].set(True, mode="drop")
@@ -331,7 +321,6 @@ def _occurring(
 
 
 def _among(tokens: Any, vocab_size: int) -> Bool[Array, " {vocab_size}"]:
-  """Return a mask of the tokens of the vocabulary that are in `tokens`."""
   return (jnp.arange(vocab_size)[:, None] == jnp.asarray(tokens)).any(axis=1)
 
 
@@ -367,11 +356,7 @@ class TrieConstraint(LogitsProcessor):
 
   @classmethod
   def of(cls, sequences: Sequence[Sequence[int]], eos_id: int) -> "TrieConstraint":
-    """Return the constraint for `sequences` of tokens, given without EOS.
-
-    Raises:
-      InputError: there are no sequences, or one of them has a negative token.
-    """
+    """Return the constraint for `sequences` of tokens, given without EOS."""
     if not len(sequences):
       raise InputError("There are no sequences to allow; give at least one.")
     ordered = sorted({(*sequence, eos_id) for sequence in sequences})

@@ -6,7 +6,7 @@ of the vocabulary.
 
 import dataclasses
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -16,7 +16,7 @@ from jax import Array, lax
 from jax.typing import ArrayLike
 from jaxtyping import Bool, Float, Int, Key, Shaped
 
-from specdec_jax.core.arrays import gather_one, take
+from specdec_jax.core.arrays import fold_in_rows, gather_one, take
 from specdec_jax.core.settings import Settings, is_neutral, traced
 from specdec_jax.errors import InputError, require_count, require_number
 
@@ -100,6 +100,13 @@ def row_keys(seed: int, start: int | np.integer, count: int) -> Key[Array, " {co
   return jax.vmap(lambda row: jax.random.fold_in(jax.random.key(seed), row))(rows)
 
 
+def position_keys(
+  rng: Key[Array, " B"], length: Int[Array, " B"], count: int
+) -> Key[Array, "B {count}"]:
+  """Return the keys of positions `length` to `length + count - 1` of each row."""
+  return jax.vmap(fold_in_rows, (None, 1), 1)(rng, length[:, None] + jnp.arange(count))
+
+
 def sample_logits(
   rng: Key[Array, " B"], logits: Float[Array, "B V"], sampling: Sampling, coupled: bool = False
 ) -> tuple[Int[Array, " B"], Float[Array, "B V"]]:
@@ -128,7 +135,7 @@ def sample_siblings(
   rng: Key[Array, " B"],
   logits: Float[Array, "B nodes V"],
   sampling: Sampling,
-  counts: Sequence[int],
+  counts: np.ndarray,
   independent: bool = False,
   coupled: bool = False,
 ) -> tuple[Int[Array, "B children"], Float[Array, "B children V"]]:
@@ -139,9 +146,6 @@ def sample_siblings(
   leave only earlier siblings, the most probable remaining token is selected deterministically.
 
   Args:
-    rng: one key per row.
-    logits: logits at each node.
-    sampling: sampling method, which turns logits into q.
     counts: number of children of each node.
     independent: whether to sample siblings independently, with replacement.
     coupled: whether to sample without replacement by selecting the largest `perturbed` logits.
@@ -150,37 +154,35 @@ def sample_siblings(
     The children, node by node, and the distribution of each given its earlier siblings: a one-hot
     where it was selected deterministically.
   """
-  vocab_size, num_children = logits.shape[-1], np.array(counts)
-  width, remaining = max(counts), distribution(logits, sampling)
+  width, vocab = int(counts.max()), jnp.arange(logits.shape[-1])
+  remaining = distribution(logits, sampling)  # without earlier siblings
   keys = jax.vmap(lambda key: jax.random.split(key, (width, len(counts))))(rng)  # [B, W, nodes]
+  scores = logits  # the largest one is the next token, if it is not sampled
   if coupled:
-    noisy = perturbed(jnp.broadcast_to(rng[:, None], logits.shape[:2]), logits, sampling)
-  nodes, tokens, q = np.arange(len(counts)), [], []
-  order: list[tuple[int, int]] = []  # (node, rank) of the children so far
+    scores = perturbed(jnp.broadcast_to(rng[:, None], logits.shape[:2]), logits, sampling)
+  nodes, tokens, q, parents = np.arange(len(counts)), [], [], []
   for rank in range(width):
-    again = np.flatnonzero(num_children[nodes] > rank)  # nodes that have a child of this rank
-    nodes, logits, remaining = nodes[again], take(logits, again), take(remaining, again)
-    token, probs = argmax(logits), remaining
+    again = np.flatnonzero(counts[nodes] > rank)  # nodes that have a child of this rank
+    nodes = nodes[again]
+    logits, remaining, scores = (take(x, again) for x in (logits, remaining, scores))
+    best, probs = argmax(logits), remaining  # `best` is certain once nothing remains
     if rank > 0 and not independent:
       mass = remaining.sum(axis=-1, keepdims=True)
-      certain = jax.nn.one_hot(token, vocab_size)
+      certain = jax.nn.one_hot(best, len(vocab))
       probs = jnp.where(mass > 0, remaining / jnp.where(mass > 0, mass, 1.0), certain)
-    if coupled:
-      best = take(noisy, nodes).max(axis=-1)
-      token = jnp.where(best > -jnp.inf, argmax(take(noisy, nodes)), token)
-      is_taken = token[..., None] == jnp.arange(vocab_size)
-      noisy = noisy.at[:, nodes].set(jnp.where(is_taken, -jnp.inf, take(noisy, nodes)))
-    elif not sampling.is_argmax:
+    if coupled or sampling.is_argmax:
+      token = jnp.where(scores.max(axis=-1) > -jnp.inf, argmax(scores), best)
+    else:
       rank_keys = take(keys[:, rank], nodes).reshape(-1)
-      token = sample(rank_keys, probs.reshape(-1, vocab_size)).reshape(token.shape)
+      token = sample(rank_keys, probs.reshape(-1, len(vocab))).reshape(best.shape)
     if not independent:
-      is_taken = token[..., None] == jnp.arange(vocab_size)
+      is_taken = token[..., None] == vocab
       remaining = jnp.where(is_taken, 0.0, remaining)
-      logits = jnp.where(is_taken, -jnp.inf, logits)
+      logits, scores = (jnp.where(is_taken, -jnp.inf, x) for x in (logits, scores))
     tokens.append(token)
     q.append(probs)
-    order += [(node, rank) for node in nodes.tolist()]
-  by_node = sorted(range(len(order)), key=order.__getitem__)
+    parents.append(nodes)
+  by_node = np.argsort(np.concatenate(parents), kind="stable")
   return take(jnp.concatenate(tokens, axis=1), by_node), take(jnp.concatenate(q, axis=1), by_node)
 
 
@@ -224,10 +226,8 @@ def filtered(
 ) -> Float[Array, "*batch V"]:
   """Return probabilities after all filters of a `Sampling` except top-k.
 
-  Args:
-    probs: softmax of the logits.
-    logits: logits after temperature and top-k, in float32, shifted so that their maximum is 0.
-    sampling: the sampling method. Filters that are switched off are not compiled.
+  `probs` is the softmax of the logits after temperature and top-k. The logits are float32, shifted
+  so that their maximum is 0. Filters that are switched off are not compiled.
   """
 
   def apply(value: Any, neutral: float, keep: Callable[[], Array]) -> None:
@@ -256,7 +256,6 @@ def at_least(probs: Float[Array, "*batch V"], least: ArrayLike) -> Bool[Array, "
 
 
 def _information(probs: Float[Array, "*batch V"]) -> Float[Array, "*batch V"]:
-  """Return -log p of each token, infinite where p is 0."""
   return -jnp.log(probs)
 
 
@@ -297,8 +296,6 @@ def nearest(
   The mask has the fewest such tokens, and all tokens at the same distance as the last of them. No
   sort over the vocabulary is needed. Non-negative float32 numbers have the same order as their bits
   read as integers, so the distance of the last token is found bit by bit, in 31 sums.
-
-  On a CPU, the sums of a large vocabulary run over some of its tokens (`_threshold_of_columns`).
 
   Args:
     distances: float32, at least 0.
@@ -353,7 +350,6 @@ def _threshold_of_columns(
 
 
 def _bits(distances: Float[Array, "*batch V"]) -> Int[Array, "*batch V"]:
-  """Return the bits of non-negative float32 numbers, as integers, which have the same order."""
   return lax.bitcast_convert_type(distances, jnp.int32)
 
 

@@ -59,13 +59,13 @@ class Tree:
   Attributes:
     parents: for each draft token, the node that it follows: node i + 1 follows parents[i]. For a
       chain they are stored as a range.
-
-  Raises:
-    InputError: parents are not integers, a parent does not come before its child, or nodes are not
-      in level order with siblings adjacent.
+    verify_lengths: for a chain that may end early (-1 is a token that was not proposed), the
+      lengths for which a target forward pass is compiled, ascending, with gamma last. Empty for a
+      tree that is always proposed as a whole.
   """
 
   parents: Sequence[int] = ()
+  verify_lengths: tuple[int, ...] = ()
 
   def __post_init__(self):
     if isinstance(self.parents, range) and self.parents == range(len(self.parents)):
@@ -84,9 +84,6 @@ class Tree:
     """Return the tree given by the path to each node: one rank per depth, as in Medusa.
 
     For example, (0,), (1,), (0, 0) are two children of node 0, the first of which has a child.
-
-    Raises:
-      InputError: a parent or earlier sibling is missing, or `paths` are not sequences of integers.
     """
     nodes: list[tuple[int, ...]] = [()]
     nodes += sorted({tuple(path) for path in paths}, key=lambda path: (len(path), path))
@@ -102,7 +99,7 @@ class Tree:
     return len(self.parents) + 1
 
   @property
-  def num_guesses(self) -> int:
+  def num_draft_tokens(self) -> int:
     """N, the number of draft tokens."""
     return len(self.parents)
 
@@ -119,7 +116,7 @@ class Tree:
   @property
   def depth(self) -> int:
     """D, the maximum number of draft tokens that a round can accept; gamma for a chain."""
-    return self.num_guesses if self.is_chain else int(self.depths[-1])
+    return self.num_draft_tokens if self.is_chain else int(self.depths[-1])
 
   @functools.cached_property
   def ancestors(self) -> np.ndarray:
@@ -135,16 +132,31 @@ class Tree:
     parents = np.array(self.parents, np.int32)
     return (np.arange(len(parents)) - np.searchsorted(parents, parents)).astype(np.int32)
 
+  @functools.cached_property
+  def num_children(self) -> np.ndarray:
+    """[K], number of children of each node."""
+    return np.bincount(np.array(self.parents, np.int32), minlength=self.num_nodes)
+
+  @property
+  def row_depths(self) -> Int[Array, "1 K"]:
+    """`depths` with an axis of rows, as `DynamicTree` has them."""
+    return jnp.asarray(self.depths)[None]
+
+  @property
+  def row_ancestors(self) -> Bool[Array, "1 K K"]:
+    """`ancestors` with an axis of rows, as `DynamicTree` has them."""
+    return jnp.asarray(self.ancestors)[None]
+
   @property
   def width(self) -> int:
     """W, the maximum number of children of a node; 0 for a tree without draft tokens."""
-    return min(self.num_guesses, 1) if self.is_chain else int(self.ranks.max()) + 1
+    return min(self.num_draft_tokens, 1) if self.is_chain else int(self.ranks.max()) + 1
 
   @functools.cached_property
   def children(self) -> np.ndarray:
     """[K, W], index of the draft token that is the child of each node at each rank; N if none."""
-    children = np.full((self.num_nodes, self.width), self.num_guesses, np.int32)
-    children[list(self.parents), self.ranks] = np.arange(self.num_guesses)
+    children = np.full((self.num_nodes, self.width), self.num_draft_tokens, np.int32)
+    children[list(self.parents), self.ranks] = np.arange(self.num_draft_tokens)
     return children
 
   @property
@@ -168,46 +180,46 @@ class Tree:
 
 
 @functools.partial(
-  jax.tree_util.register_dataclass, data_fields=["parents"], meta_fields=["num_guesses", "depth"]
+  jax.tree_util.register_dataclass,
+  data_fields=["parents"],
+  meta_fields=["num_draft_tokens", "depth"],
 )
 @dataclasses.dataclass(frozen=True)
 class DynamicTree:
   """Tree of draft tokens whose shape differs between rounds and rows.
 
-  Its parents, ancestors and depths have a leading axis of rows. The shape may depend on tokens that
-  were selected deterministically, but not on sampled ones. Therefore all draft tokens of the tree
-  must be selected deterministically. Siblings must differ.
+  The shape may depend on tokens that were selected deterministically, but not on sampled ones.
+  Therefore all draft tokens of the tree must be selected deterministically. Siblings must differ.
 
   Attributes:
-    num_guesses: N, the number of draft tokens.
-    depth: D, the maximum number of draft tokens on a path.
     parents: [B, N], the earlier node that each draft token follows; None outside of a round.
   """
 
-  num_guesses: int
+  num_draft_tokens: int
   depth: int
   parents: Any = None
 
   is_chain = False
+  verify_lengths = ()
 
   def __post_init__(self):
-    require_count("num_guesses", self.num_guesses, 0)
+    require_count("num_draft_tokens", self.num_draft_tokens, 0)
     require_count("depth", self.depth, 0)
 
   @property
   def num_nodes(self) -> int:
     """K, the number of nodes, including the last committed token."""
-    return self.num_guesses + 1
+    return self.num_draft_tokens + 1
 
   @property
-  def ancestors(self) -> Bool[Array, "B K K"]:
+  def row_ancestors(self) -> Bool[Array, "B K K"]:
     """Mask that is True at [:, i, j] if node j is node i or one of its ancestors."""
     return reach(jnp.pad(self.parents, ((0, 0), (1, 0))), self.depth)
 
   @property
-  def depths(self) -> Int[Array, "B K"]:
+  def row_depths(self) -> Int[Array, "B K"]:
     """Distance of each node from the last committed token."""
-    return self.ancestors.sum(axis=-1) - 1
+    return self.row_ancestors.sum(axis=-1) - 1
 
   def place(
     self, length: Int[Array, " B"], first: Any, num_nodes: int, num_slots: int
@@ -239,8 +251,7 @@ def _place_tree(
   slots = jnp.arange(num_slots)
   node = slots - length[:, None]  # [B, T], negative before the tree
   clipped = jnp.clip(node, 0, tree.num_nodes - 1)
-  depths = jnp.atleast_2d(tree.depths)  # [1 or B, nodes]
-  ancestors = jnp.reshape(tree.ancestors, (-1, tree.num_nodes, tree.num_nodes))
+  depths, ancestors = tree.row_depths, tree.row_ancestors
   slot_depths = jnp.take_along_axis(depths, clipped, axis=1)
   key_positions = jnp.where(node < 0, slots, length[:, None] + slot_depths)
   positions = length[:, None] + depths[:, nodes]
@@ -252,9 +263,7 @@ def _place_tree(
 def reach(parents: Int[Array, "B K"], depth: int) -> Bool[Array, "B K K"]:
   """Return a mask that is True at [:, i, j] if node j is node i or one of its ancestors.
 
-  Args:
-    parents: parent of each node; a root is its own parent.
-    depth: maximum distance between a node and an ancestor.
+  A root is its own parent. `depth` is the maximum distance between a node and an ancestor.
   """
   num_nodes = parents.shape[1]
   near = jnp.minimum(jax.nn.one_hot(parents, num_nodes) + jnp.eye(num_nodes), 1)
@@ -329,7 +338,7 @@ def placeholder_shape(tree: AnyTree, batch: int) -> DynamicTree | None:
   """Return a one-level placeholder for the shape of a dynamic tree; None for a static tree."""
   if isinstance(tree, Tree):
     return None
-  return dataclasses.replace(tree, parents=jnp.zeros((batch, tree.num_guesses), jnp.int32))
+  return dataclasses.replace(tree, parents=jnp.zeros((batch, tree.num_draft_tokens), jnp.int32))
 
 
 def path_to(tree: AnyTree, node: Int[Array, " B"]) -> Int[Array, "B D"] | None:
@@ -337,8 +346,8 @@ def path_to(tree: AnyTree, node: Int[Array, " B"]) -> Int[Array, "B D"] | None:
   if tree.is_chain:
     return None
   if isinstance(tree, DynamicTree):
-    on_path = gather(tree.ancestors, node[:, None])  # [B, 1, K]
-    at_depth = tree.depths[:, None] == jnp.arange(1, tree.depth + 1)[:, None]  # [B, D, K]
+    on_path = gather(tree.row_ancestors, node[:, None])  # [B, 1, K]
+    at_depth = tree.row_depths[:, None] == jnp.arange(1, tree.depth + 1)[:, None]  # [B, D, K]
     return (on_path & at_depth).argmax(axis=-1).astype(jnp.int32)
   paths = np.zeros((tree.num_nodes, tree.depth), np.int32)
   for end in range(tree.num_nodes):

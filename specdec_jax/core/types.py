@@ -17,7 +17,7 @@ never fields.
 
 import abc
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
@@ -73,8 +73,6 @@ class Model(Protocol):
     """Process the prompt.
 
     Args:
-      params: parameters of the model.
-      prompt: see `prompt_tokens`.
       num_slots: number of slots of the cache. It includes room for a block past the end of the
         text, so that no write is clamped into slots in use.
 
@@ -94,7 +92,6 @@ class Model(Protocol):
     """Run the model over a block of tokens.
 
     Args:
-      params: parameters of the model.
       cache: keys and values of the tokens before the block.
       tokens: nodes `first` to `first + K - 1` of `tree`. The cache has the earlier nodes in the
         slots from `cache.length` on.
@@ -120,6 +117,48 @@ class Model(Protocol):
     """
 
 
+@dataclasses.dataclass(frozen=True)
+class WrappedModel:
+  """Base class of a model that wraps another model and changes some of its methods."""
+
+  model: Model
+
+  @property
+  def vocab_size(self) -> int:
+    return self.model.vocab_size
+
+  @property
+  def eos_id(self) -> int:
+    return self.model.eos_id
+
+  def prompt_tokens(self, prompt: Int[Array, "B P"]) -> tuple[Int[Array, "B C"], Int[Array, " B"]]:
+    return self.model.prompt_tokens(prompt)
+
+  def prefill(
+    self, params: Any, prompt: Int[Array, "B P"], num_slots: int
+  ) -> tuple[Float[Array, "B C E"], Any]:
+    return self.model.prefill(params, prompt, num_slots)
+
+  def extend(
+    self,
+    params: Any,
+    cache: Any,
+    tokens: Int[Array, "B K"],
+    tree: NodeLayout | None = None,
+    first: Int[Array, ""] | int = 0,
+  ) -> tuple[Float[Array, "B K V"], Float[Array, "B K E"], Any]:
+    return self.model.extend(params, cache, tokens, tree, first)
+
+  def commit(
+    self,
+    cache: Any,
+    length: Int[Array, " B"],
+    tree: AnyTree | None = None,
+    path: Int[Array, "B D"] | None = None,
+  ) -> Any:
+    return self.model.commit(cache, length, tree, path)
+
+
 class Context(NamedTuple):
   """Inputs of a draft.
 
@@ -132,6 +171,7 @@ class Context(NamedTuple):
       one is predicted; 0 if only one is committed, as before the first round of an encoder-decoder.
     prompt_length: number of tokens before the first generated one, including forced tokens.
     limit: maximum length of each row. Logits processors use it and `prompt_length`.
+    rng: key of each row, from which `core.sampling.position_keys` derives those of its positions.
   """
 
   prompt: Int[Array, "B P"]
@@ -141,6 +181,7 @@ class Context(NamedTuple):
   hidden: Float[Array, "B E"]
   prompt_length: Int[Array, " B"] | None = None
   limit: Int[Array, " B"] | None = None
+  rng: Key[Array, " B"] | None = None
 
   @property
   def last_token(self) -> Int[Array, " B"]:
@@ -187,10 +228,8 @@ class Outcome(NamedTuple):
   """Everything a draft can learn from a round.
 
   Attributes:
-    proposal: the proposal of the draft.
     logits: logits of the target at each node, after logits processors.
     hidden: hidden states of the target at each node.
-    verification: result of the verifier.
     num_emitted: number of tokens added to the text; those past EOS or the limit are dropped.
     length: number of committed tokens after the round.
   """
@@ -203,93 +242,94 @@ class Outcome(NamedTuple):
   length: Int[Array, " B"]
 
 
+@dataclasses.dataclass(frozen=True)
+class DraftOptions(Settings):
+  """Options that the builder of a draft is given; a draft ignores those that it cannot apply.
+
+  Attributes:
+    processors: logits processors of the target. A draft that has logits applies them to its own.
+      The tokens of other drafts are verified against the processed p.
+    coupled: whether a draft that samples shares the noise of the target's samples
+      (`core.verify.gumbel`).
+    independent_siblings: whether siblings are sampled independently, with replacement (SpecInfer,
+      SpecTr), instead of without replacement.
+    reread: number of committed tokens, the last one included, that a draft with a cache processes
+      at the start of a round. 2 suffices unless rounds commit tokens of other drafts.
+  """
+
+  processors: Processors = ()
+  coupled: bool = False
+  independent_siblings: bool = False
+  reread: int = 2
+
+
 class Draft(Settings, abc.ABC):
   """Approximation model M_q (Section 3.6), which proposes a tree of tokens, each with its q.
 
   Attributes:
     tree: tree of the proposals. A dynamic tree has only a number of tokens and a depth here.
-    verify_lengths: for chains that may end early (-1 is a token that was not proposed), the lengths
-      for which a target forward pass is compiled, ascending, with gamma last. Empty for other
-      proposals.
     depends_on_outcomes: whether proposals depend on outcomes of earlier rounds, not only on the
       text. If they do, the acceptance rate on a given text is undefined.
-    uses_position_keys: whether `rng` of `propose` has the verifier's key for each token position,
-      [B, D + 1], instead of one key per row.
-    reads_target_cache: whether proposals need a target cache that holds the text in order. The
-      cache of a beam search does not.
+    independent_siblings: whether siblings are sampled independently, with replacement.
   """
 
   tree: AnyTree
-  verify_lengths: tuple[int, ...] = ()
   depends_on_outcomes: bool = False
-  uses_position_keys: bool = False
-  reads_target_cache: bool = False
+  independent_siblings: bool = False
 
   def init(self, params: Any, context: Context, hidden: Float[Array, "B C E"]) -> Any:
     """Return the state of the draft before the first round; by default it is empty.
 
     Args:
-      params: parameters of the draft.
-      context: context of the first round.
       hidden: hidden states of the target at the committed tokens.
     """
     return ()
 
   @abc.abstractmethod
   def propose(
-    self, params: Any, state: Any, context: Context, rng: Key[Array, " B *depths"]
+    self, params: Any, state: Any, context: Context, rng: Key[Array, " B"]
   ) -> tuple[Proposal, Any]:
-    """Propose tokens that follow the committed ones, and return them with the new state.
+    """Propose tokens that follow the committed ones.
 
-    A draft with a cache rolls back rejected tokens itself; see `Model`.
+    Args:
+      state: state of the draft. A draft with a cache rolls back rejected tokens itself; see
+        `Model`.
+      rng: one key per row, which no other round has.
     """
 
   def observe(self, params: Any, state: Any, outcome: Outcome) -> Any:
     """Return the state of the draft after a round; by default it does not change."""
     return state
 
-  def with_reread(self, num_tokens: int) -> "Draft":
-    """Return a version of this draft for rounds that may commit tokens it did not propose.
 
-    If the draft has a cache, the new version starts each round with a forward pass over the last
-    `num_tokens` committed tokens. A draft without a cache is returned unchanged.
+@dataclasses.dataclass(frozen=True)
+class WrappedDraft(Draft):
+  """Base class of a draft that wraps another draft, uses its state and changes some methods."""
 
-    Raises:
-      InputError: proposals may end early, so the draft cannot be combined with other drafts.
-    """
-    if self.verify_lengths:
-      raise InputError("A draft that stops early cannot be one of several.")
-    return self
+  draft: Draft
 
-  def with_processors(self, processors: Processors) -> "Draft":
-    """Return this draft with the target's logits processors applied to its own logits.
+  @property
+  def tree(self) -> AnyTree:  # type: ignore[override]
+    return self.draft.tree
 
-    Drafts without logits do not change: their tokens are verified against the processed p.
-    """
-    return self
+  @property
+  def depends_on_outcomes(self) -> bool:  # type: ignore[override]
+    return self.draft.depends_on_outcomes
 
-  def with_position_keys(self) -> "Draft":
-    """Return this draft with samples coupled to the target's, if supported (`GumbelVerifier`)."""
-    return self
+  @property
+  def independent_siblings(self) -> bool:  # type: ignore[override]
+    return self.draft.independent_siblings
 
-  def with_independent_siblings(self) -> "Draft":
-    """Return a version of this draft that samples siblings independently, with replacement.
+  def init(self, params: Any, context: Context, hidden: Float[Array, "B C E"]) -> Any:
+    return self.draft.init(params, context, hidden)
 
-    Raises:
-      InputError: the draft cannot sample siblings independently.
-    """
-    raise InputError(f"{type(self).__name__} does not sample siblings independently.")
+  def propose(
+    self, params: Any, state: Any, context: Context, rng: Key[Array, " B"]
+  ) -> tuple[Proposal, Any]:
+    return self.draft.propose(params, state, context, rng)
 
-  def as_beam_draft(self, num_beams: int, num_nodes: int | None) -> Any:
-    """Return a `beams.BeamDraft` that searches with this draft's model, or by default None.
-
-    If None is returned, the search appends a tree of this draft's tokens to each beam.
-
-    Args:
-      num_beams: number of beams of the draft.
-      num_nodes: maximum number of nodes per target forward pass; None for no limit.
-    """
-    return None
+  def observe(self, params: Any, state: Any, outcome: Outcome) -> Any:
+    return self.draft.observe(params, state, outcome)
 
 
 class Verifier(Settings, abc.ABC):
@@ -323,8 +363,7 @@ class Verifier(Settings, abc.ABC):
   def with_lenience(self, lenience: float) -> "Verifier":
     """Return this verifier with a lenience (Appendix A.5); for lenience 1, return it unchanged.
 
-    Raises:
-      InputError: lenience is not 1, and this verifier does not support lenience.
+    A verifier that does not support lenience raises InputError.
     """
     if lenience == 1:
       return self
@@ -338,7 +377,7 @@ class Rounds(NamedTuple):
   """Data of all rounds in arrays of fixed shape; num_emitted is 0 once a row has ended.
 
   Attributes:
-    guesses: draft tokens; -1 for those that were not proposed.
+    draft_tokens: draft tokens; -1 for those that were not proposed.
     num_accepted: n, the number of accepted draft tokens.
     next_token: the token after the accepted ones.
     num_emitted: number of tokens added to the text: n + 1 without those past EOS or the limit.
@@ -346,7 +385,7 @@ class Rounds(NamedTuple):
     parents: node that each draft token of a dynamic tree follows; None for static trees.
   """
 
-  guesses: Int[Array, "R B N"]
+  draft_tokens: Int[Array, "R B N"]
   num_accepted: Int[Array, "R B"]
   next_token: Int[Array, "R B"]
   num_emitted: Int[Array, "R B"]
@@ -361,7 +400,7 @@ class Rounds(NamedTuple):
     accepted token, and a round that accepts fewer than D tokens adds one rejected token.
     """
     n, emitted = self.num_accepted, self.num_emitted
-    depth = (self.guesses >= 0).sum(axis=-1) if self.path is None else self.path.shape[-1]
+    depth = (self.draft_tokens >= 0).sum(axis=-1) if self.path is None else self.path.shape[-1]
     rejected = (n < depth) & (emitted == n + 1)
     return n.clip(None, emitted).sum(axis=0), rejected.sum(axis=0)
 
@@ -372,7 +411,6 @@ class DecodeResult(NamedTuple):
   Attributes:
     tokens: new tokens, EOS included; 0 past the end of a row.
     lengths: number of new tokens of each row, EOS included.
-    rounds: data of the rounds.
     num_rounds: number of rounds until the last row ended; each has one target forward pass.
     not_finite: index of the first new token that could not be decoded, because the target's logits
       had NaN, +inf or no finite value, or q was not finite; -1 if none. The row ends before it.
@@ -395,7 +433,6 @@ class Loaded:
   Attributes:
     name: name of the target in records.
     model: M_p.
-    params: parameters of the model.
     vocabulary: vocabulary of target and draft.
     path: checkpoint, for records; None if there is none.
     generation: generation settings of the checkpoint, by field of `GenerationConfig`.
@@ -412,21 +449,29 @@ class Loaded:
   tasks: Mapping[str, Mapping[str, Any]] = dataclasses.field(default_factory=dict)
 
 
+class BuildDraft(Protocol):
+  """Function that returns a draft for a sampling method, a tree and options."""
+
+  def __call__(
+    self, sampling: Sampling, tree: AnyTree, options: DraftOptions = DraftOptions()
+  ) -> Draft: ...
+
+
 @dataclasses.dataclass(frozen=True, eq=False)
 class DraftSpec:
   """Draft that is loaded but not yet built for a sampling method and a tree.
 
   Attributes:
     name: name of the draft in records.
-    build: function of (sampling, tree) that returns the draft.
-    params: parameters of the draft.
+    build: function of (sampling, tree, options) that returns the draft; the default of `options`
+      is `DraftOptions()`.
     path: checkpoint, for records; None if there is none, or several.
     features: decoder layers of the target whose outputs the draft reads as the target's hidden
       states; by default, it reads the states after the final norm, or none.
   """
 
   name: str
-  build: Callable[[Sampling, AnyTree], Draft]
+  build: BuildDraft
   params: Any = ()
   path: str | None = None
   features: tuple[int, ...] = ()

@@ -19,12 +19,9 @@ def quality(
   """Score outputs against references on a scale from 0 to 100.
 
   BLEU is sacrebleu's corpus score (tokenizer 13a, cased). ROUGE is the mean F1 of rouge_score with
-  its stemmer; each line of a text counts as a sentence. F0.5 is that of the edits of corrected
-  sentences (`edits.f_score`) and needs the sources. An exact match counts 100.
-
-  Raises:
-    InputError: the metric is unknown.
-    ModuleNotFoundError: sacrebleu or rouge_score is not installed (extra `experiments`).
+  its stemmer; each line of a text counts as a sentence. Both need the extra `experiments`. F0.5 is
+  that of the edits of corrected sentences (`f_score`) and needs the sources. An exact match counts
+  100.
   """
   if metric not in METRICS:
     raise InputError(f"metric is {metric!r}; it must be one of {', '.join(METRICS)}.")
@@ -67,11 +64,8 @@ def f_score(
 
   An edit replaces a span of the words of a source. The edits of a text are those of an alignment of
   its words with the words of the source. Unlike ERRANT, edits are not classified, and punctuation
-  is part of its word.
-
-  Precision is the share of the outputs' edits that are edits of the references, and recall the
-  share of the references' edits that are edits of the outputs. With beta 0.5, precision weighs
-  twice as much as recall. Without any edit, the score is 100.
+  is part of its word. With beta 0.5, precision weighs twice as much as recall. Without any edit,
+  the score is 100.
   """
   correct = proposed = expected = 0
   for source, output, reference in zip(sources, outputs, references, strict=True):

@@ -20,7 +20,6 @@ import tensorflow as tf
 
 from specdec_jax.data.quality import quality
 from specdec_jax.data.text import read_lines
-from specdec_jax.errors import InputError
 from specdec_jax.gin_files import data_folder
 
 tf.config.set_visible_devices([], "GPU")  # TensorFlow would reserve memory that JAX needs
@@ -43,12 +42,8 @@ def add_task(
   """Register a task with seqio; its texts are tokenized in the same way as those of T5's tasks.
 
   Args:
-    name: name of the task, for `tasks.sources`, seqio and t5x.
-    source: source of the examples.
     prefix: text prepended to each input.
     inputs: name of the field of an example that has the input; None for empty inputs.
-    targets: name of the field that has the reference output.
-    vocabulary: vocabulary of inputs and targets.
     metrics: names of metrics of `quality.METRICS` that score outputs against the targets.
   """
 
@@ -74,7 +69,6 @@ def add_task(
 
 
 def _metric(name: str) -> Callable[[Sequence[str], Sequence[str]], dict[str, float]]:
-  """Return a metric of seqio, whose function takes texts of the targets and of the outputs."""
 
   def metric(targets: Sequence[str], predictions: Sequence[str]) -> dict[str, float]:
     return {name: quality(name, predictions, targets)}
@@ -85,12 +79,8 @@ def _metric(name: str) -> Callable[[Sequence[str], Sequence[str]], dict[str, flo
 def text_pairs(splits: Mapping[str, tuple[str, str]]) -> seqio.DataSource:
   """Return a data source that reads examples {source, target} from files of parallel text.
 
-  Reading a split raises InputError if one of its files is missing, or if its files have different
-  numbers of lines.
-
-  Args:
-    splits: for each split, the paths of a source file and of a target file. Each file has one text
-      per line; see `read_lines`.
+  For each split, `splits` has the paths of a source and of a target file; see `read_lines`. Their
+  numbers of lines must be equal.
   """
 
   def read(split: str, shuffle_files: bool, seed: int | None = None) -> tf.data.Dataset:
@@ -101,27 +91,11 @@ def text_pairs(splits: Mapping[str, tuple[str, str]]) -> seqio.DataSource:
   return seqio.FunctionDataSource(read, splits=list(splits))
 
 
-class PreparedTfds(seqio.TfdsDataSource):
-  """Dataset of TFDS that is never downloaded; reading raises InputError if it is not prepared."""
-
-  def __init__(self, name: str, splits: tuple[str, ...] = ("train", "validation", "test")):
-    super().__init__(name, splits=splits, read_only=True)
-
-  def get_dataset(self, *args, **kwargs) -> tf.data.Dataset:
-    return self._read(super().get_dataset, *args, **kwargs)
-
-  def list_shards(self, split: str) -> Sequence[str]:
-    return self._read(super().list_shards, split)
-
-  def _read(self, read: Callable, *args, **kwargs):
-    try:
-      return read(*args, **kwargs)
-    except (AssertionError, KeyError) as error:  # TFDS raises these for missing data
-      name = self.tfds_dataset.name
-      raise InputError(
-        f"The data of TFDS's {name} is not on this machine; run `tfds build {name}` once with "
-        "network access, or read a text file as described in docs/data.md."
-      ) from error
+def prepared_tfds(
+  name: str, splits: Sequence[str] = ("train", "validation", "test")
+) -> seqio.TfdsDataSource:
+  """Return a dataset of TFDS that is never downloaded; `tfds build NAME` prepares it once."""
+  return seqio.TfdsDataSource(name, splits=splits, read_only=True)
 
 
 def _in_data(name: str) -> str:
@@ -136,9 +110,9 @@ _EN_DE = "translate English to German: "
 _MULTI30K = {"train": "train", "validation": "val", "test": "test_2016_flickr"}
 
 # Validation is newstest2013 and test is newstest2014.
-_WMT14 = PreparedTfds("wmt14_translate/de-en:1.0.0")
+_WMT14 = prepared_tfds("wmt14_translate/de-en:1.0.0")
 add_task("specdec_wmt14_ende", _WMT14, _EN_DE, "en", "de", metrics=["BLEU"])
-_CNN_DM = PreparedTfds("cnn_dailymail:3.4.0")
+_CNN_DM = prepared_tfds("cnn_dailymail:3.4.0")
 _ROUGE = "ROUGE-1", "ROUGE-2", "ROUGE-Lsum"
 add_task("specdec_cnn_dm", _CNN_DM, "summarize: ", "article", "highlights", metrics=_ROUGE)
 add_task(

@@ -18,13 +18,13 @@ _MISSING = (
   "checkout pip install -e '.[tasks]'), or read a file with one text per line with "
   "--gin.TEXTS='@text.read_lines()' and --gin.INPUT."
 )
-_SEQIO_NAMES = "T5_VOCABULARY", "PreparedTfds", "add_task", "text_pairs"
+_SEQIO_NAMES = "T5_VOCABULARY", "prepared_tfds", "add_task", "text_pairs"
 
 if _HAS_SEQIO:
   from specdec_jax.data.seqio_tasks import (  # noqa: F401  names of this module
     T5_VOCABULARY,
-    PreparedTfds,
     add_task,
+    prepared_tfds,
     text_pairs,
   )
 
@@ -39,13 +39,12 @@ def sources(
 
   Args:
     task: name of a task registered by this module, by `add_task` or by any imported module.
-    split: name of the split of the task.
     limit: maximum number of examples to read; None to read all.
     side: 'inputs', or 'targets' to return the reference outputs instead.
 
   Raises:
-    InputError: seqio is not installed, there is no such task or split, or the dataset of TFDS is
-      not prepared on this machine.
+    InputError: seqio is not installed, or there is no such task or split. A dataset of TFDS that is
+      not prepared on this machine raises TFDS's own AssertionError.
   """
   if limit is not None:
     require_count("limit", limit)
@@ -70,16 +69,7 @@ def sources(
 
 
 def targets_file(task: str, split: str = "train", limit: int = 100_000) -> str:
-  """Write reference outputs of a task to a file, one per line, and return its path.
-
-  Args:
-    task: name of a task; see `sources`.
-    split: name of the split of the task.
-    limit: maximum number of outputs.
-
-  Raises:
-    InputError: as for `sources`.
-  """
+  """Write up to `limit` reference outputs of a task to a file, one per line; return its path."""
   return str(_text_file(task, split, limit, "targets"))
 
 
@@ -88,15 +78,8 @@ def text_folder(
 ) -> str:
   """Write the texts of a task to files, for training runs, and return their folder.
 
-  Each split has two files with one text per line: `SPLIT.inputs` and `SPLIT.targets`.
-
-  Args:
-    task: name of a task; see `sources`.
-    splits: names of splits of the task.
-    limit: maximum number of examples of each split.
-
-  Raises:
-    InputError: as for `sources`.
+  Each split has two files with up to `limit` texts, one per line: `SPLIT.inputs` and
+  `SPLIT.targets`. For `task`, see `sources`.
   """
   files = [
     _text_file(task, split, limit, side) for split in splits for side in ("inputs", "targets")

@@ -7,6 +7,7 @@ import pathlib
 import sys
 import zlib
 from collections.abc import Iterable, Iterator
+from typing import Any
 
 from specdec_jax.errors import InputError, require_count
 
@@ -25,9 +26,6 @@ def read_lines(
     prefix: text prepended to each line that is not blank, such as the prefix of a T5 task.
     num_words: number of words to keep of each line, so that a decoder-only model continues it; None
       to keep all.
-
-  Raises:
-    InputError: the file does not exist, or it is not UTF-8 text.
   """
   if limit is not None:
     require_count("limit", limit)
@@ -51,64 +49,44 @@ def read_lines(
   return [prefix + line if line.strip() else line for line in lines]
 
 
-def read_sources(path: str, prefix: str = "") -> list[str]:
-  """Return the texts of a file: the lines of a text file, or the texts of a JSON Lines file.
+def read_sources(path: str, prefix: str = "") -> list[dict[str, Any]]:
+  """Return the sources of a file: the lines of a text file, or the objects of a JSON Lines file.
 
-  Args:
-    path: path of the file. If its name ends in .jsonl or .jsonl.gz, each line is a JSON object. Its
-      text is the field 'source' or, if there is no such field, the field 'text'.
-    prefix: text prepended to each text that is not blank.
-
-  Raises:
-    InputError: the file does not exist, it is not UTF-8 text, or a line of a JSON Lines file has no
-      text.
+  If the name of the file ends in .jsonl or .jsonl.gz, each line is a JSON object. Its source is the
+  field 'source' or, if there is none, the field 'text'. `prefix` is prepended to each source that
+  is not blank. Each result has the field 'source' and the other fields of its JSON object.
   """
-  if not path.removesuffix(".gz").endswith(".jsonl"):
-    return read_lines(path, prefix=prefix)
-  texts = [_json_text(line, f"{path}, line {i}") for i, line in enumerate(read_lines(path), 1)]
-  return [prefix + text if text.strip() else text for text in texts]
+  return [_source(line, path, i, prefix) for i, line in enumerate(read_lines(path), 1)]
 
 
-def iter_sources(lines: Iterable[bytes], path: str, prefix: str = "") -> Iterator[str]:
-  """Yield the texts of a file as soon as its lines are read; see `read_sources`.
-
-  Args:
-    lines: decompressed lines of the file.
-    path: path of the file. Its name determines the format, and messages contain it.
-    prefix: text prepended to each text that is not blank.
-
-  Raises:
-    InputError: a line is not UTF-8 text, or a line of a JSON Lines file has no text.
-  """
-  is_json = path.removesuffix(".gz").endswith(".jsonl")
+def iter_sources(lines: Iterable[bytes], path: str, prefix: str = "") -> Iterator[dict[str, Any]]:
+  """Yield the sources of a file, named `path`, as soon as lines are read; see `read_sources`."""
   for number, raw in enumerate(lines, 1):
     try:
       line = raw.decode("utf-8").removesuffix("\n").rstrip("\r")
     except UnicodeDecodeError as error:
       raise InputError(f"{path} is not UTF-8 text: {error}.") from error
-    text = _json_text(line, f"{path}, line {number}") if is_json else line
-    yield prefix + text if text.strip() else text
+    yield _source(line, path, number, prefix)
 
 
-def _json_text(line: str, location: str) -> str:
-  """Return the field 'source' or 'text' of a JSON object."""
-  try:
-    fields = json.loads(line)
-  except ValueError:
-    fields = None
-  text = fields.get("source", fields.get("text")) if isinstance(fields, dict) else None
-  if not isinstance(text, str):
-    raise InputError(f"{location} is not a JSON object with a text as 'source' or 'text'.")
-  return text
+def _source(line: str, path: str, number: int, prefix: str) -> dict[str, Any]:
+  fields: Any = {"source": line}
+  if path.removesuffix(".gz").endswith(".jsonl"):
+    try:
+      fields = json.loads(line)
+    except ValueError:
+      fields = None
+    if isinstance(fields, dict) and "source" not in fields:
+      fields["source"] = fields.pop("text", None)
+    if not (isinstance(fields, dict) and isinstance(fields["source"], str)):
+      raise InputError(
+        f"{path}, line {number} is not a JSON object with a text as 'source' or 'text'."
+      )
+  text = fields["source"]
+  return fields | {"source": prefix + text if text.strip() else text}
 
 
 def read_stdin_lines(prefix: str = "") -> Iterator[str]:
-  """Yield each line of standard input as soon as it is complete.
-
-  Args:
-    prefix: text prepended to each line that is not blank.
-
-  Raises:
-    InputError: standard input is not UTF-8 text.
-  """
-  yield from iter_sources(sys.stdin.buffer, "standard input", prefix)
+  """Yield each line of standard input as soon as it is complete, with `prefix` unless blank."""
+  for fields in iter_sources(sys.stdin.buffer, "standard input", prefix):
+    yield fields["source"]

@@ -1,10 +1,10 @@
-"""Settings in the tokenizer files of a Hugging Face folder, such as its special tokens."""
+"""Settings in the tokenizer files of a Hugging Face folder, such as its added tokens."""
 
 import json
 import pathlib
 import re
 import types
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 from tokenizers import AddedToken
@@ -24,21 +24,16 @@ class TokenizerConfig(NamedTuple):
 
   Attributes:
     kind: class of the tokenizer in transformers without the suffix 'Fast'; '' if it is unknown.
-    fields: fields of tokenizer_config.json.
     named: special tokens by name, such as 'eos_token'.
-    added: special tokens and other added tokens that have an id in the files, by id.
-    extra: further special tokens, such as language tokens.
+    added: special tokens and other added tokens, by id.
+    extra: further special tokens, such as sentinels.
   """
 
   kind: str = ""
   fields: Mapping[str, Any] = types.MappingProxyType({})
-  named: Mapping[str, AddedToken] = types.MappingProxyType({})
+  named: Mapping[str, str] = types.MappingProxyType({})
   added: Mapping[int, AddedToken] = types.MappingProxyType({})
-  extra: Sequence[AddedToken] = ()
-
-  def token(self, name: str, default: str) -> str:
-    """Return the text of a special token, such as 'eos_token'."""
-    return self.named[name].content if name in self.named else default
+  extra: tuple[str, ...] = ()
 
   def clean_up(self, text: str) -> str:
     """Return a decoded text without spaces before punctuation, if the files ask for that."""
@@ -51,45 +46,32 @@ class TokenizerConfig(NamedTuple):
 
 def read_tokenizer_config(folder: pathlib.Path) -> TokenizerConfig:
   """Return the settings in `folder`, which may have any of the files of transformers 4 and 5."""
-  fields, model = (read_fields(folder / name) for name in (FILE, "config.json"))
-  if "added_tokens_decoder" in fields:
-    added = {int(i): _token(token) for i, token in fields["added_tokens_decoder"].items()}
-  else:  # files of transformers before 4.34
-    fields = fields | read_fields(folder / "special_tokens_map.json")
-    tokens = read_fields(folder / "added_tokens.json")
-    special = {_token(fields[name]).content for name in _NAMED if fields.get(name)}
-    special |= {token.content for token in _extra(fields)}
-    added = {i: _token(token, token in special) for token, i in tokens.items()}
-  by_text = {token.content: token for token in added.values()}
-  named = {name: _token(fields[name]) for name in _NAMED if fields.get(name)}
-  kind = fields.get("tokenizer_class") or model.get("tokenizer_class")
-  return TokenizerConfig(
-    kind=(kind or _KINDS.get(model.get("model_type", ""), "")).removesuffix("Fast"),
-    fields=fields,
-    named={name: by_text.get(token.content, token) for name, token in named.items()},
-    added=added,
-    extra=_extra(fields),
-  )
-
-
-def _extra(fields: Mapping[str, Any]) -> list[AddedToken]:
+  fields, model = (_read_fields(folder / name) for name in (FILE, "config.json"))
+  if "added_tokens_decoder" not in fields:  # files of transformers before 4.34
+    fields = fields | _read_fields(folder / "special_tokens_map.json")
+  named = {name: _content(fields[name]) for name in _NAMED if fields.get(name)}
   extra = fields.get("extra_special_tokens") or fields.get("additional_special_tokens") or []
-  return [_token(token) for token in (extra.values() if isinstance(extra, dict) else extra)]
+  extra = tuple(map(_content, extra.values() if isinstance(extra, dict) else extra))
+  if "added_tokens_decoder" in fields:
+    added = {int(i): _token(**token) for i, token in fields["added_tokens_decoder"].items()}
+  else:
+    ids, special = _read_fields(folder / "added_tokens.json"), {*named.values(), *extra}
+    added = {i: AddedToken(token, special=token in special) for token, i in ids.items()}
+  kind = fields.get("tokenizer_class") or model.get("tokenizer_class")
+  kind = (kind or _KINDS.get(model.get("model_type", ""), "")).removesuffix("Fast")
+  return TokenizerConfig(kind, fields, named, added, extra)
 
 
-def _token(value: str | Mapping[str, Any], special: bool = True) -> AddedToken:
-  if isinstance(value, str):
-    return AddedToken(value, special=special, normalized=not special)
-  flags = {name: bool(value.get(name)) for name in ("lstrip", "rstrip", "normalized")}
-  return AddedToken(value["content"], special=value.get("special", special), **flags)
+def _content(value: str | Mapping[str, Any]) -> str:
+  return value if isinstance(value, str) else value["content"]
 
 
-def read_fields(path: pathlib.Path) -> dict[str, Any]:
-  """Return the fields of a JSON file, or no fields if there is no such file.
+def _token(content: str, **flags: Any) -> AddedToken:
+  names = "lstrip", "rstrip", "normalized", "single_word", "special"
+  return AddedToken(content, **{name: bool(flags[name]) for name in names if name in flags})
 
-  Raises:
-    InputError: the file is damaged.
-  """
+
+def _read_fields(path: pathlib.Path) -> dict[str, Any]:
   if not path.is_file():
     return {}
   try:
@@ -98,19 +80,23 @@ def read_fields(path: pathlib.Path) -> dict[str, Any]:
     raise InputError(f"{path} is damaged: {error}.") from error
 
 
-def split_at_added_tokens(text: str, added: Collection[AddedToken]) -> list[str]:
-  """Return the parts of a text: added tokens, and the text between them, as in transformers.
+class AddedTokens:
+  """Tokens that are matched as a whole in a text, as in transformers."""
 
-  The longest token that begins first is found first. Tokens remove the space next to them if their
-  flags say so.
-  """
-  by_text = {token.content: token for token in added}
-  pattern = "|".join(map(re.escape, sorted(by_text, key=len, reverse=True)))
-  parts = [part for part in re.split(f"({pattern})", text) if part] if pattern else [text]
-  for i, part in enumerate(parts):
-    token = by_text.get(part)
-    if token and token.rstrip and i + 1 < len(parts):
-      parts[i + 1] = parts[i + 1].lstrip()
-    if token and token.lstrip and i:
-      parts[i - 1] = parts[i - 1].rstrip()
-  return [part for part in parts if part]
+  def __init__(self, by_id: Mapping[int, AddedToken]):
+    self.by_id = by_id
+    self._ids = {token.content: i for i, token in by_id.items()}
+    longest_first = sorted(self._ids, key=len, reverse=True)
+    self._pattern = re.compile(f"({'|'.join(map(re.escape, longest_first))})") if by_id else None
+
+  def encode(self, text: str, encode: Callable[[str], list[int]]) -> list[int]:
+    """Return the ids of a text; `encode` returns those of the parts between added tokens."""
+    parts = [part for part in self._pattern.split(text) if part] if self._pattern else [text]
+    for i, part in enumerate(parts):
+      token = self.by_id[self._ids[part]] if part in self._ids else None
+      if token and token.rstrip and i + 1 < len(parts):
+        parts[i + 1] = parts[i + 1].lstrip()
+      if token and token.lstrip and i:
+        parts[i - 1] = parts[i - 1].rstrip()
+    ids = ([self._ids[part]] if part in self._ids else encode(part) for part in parts if part)
+    return [i for part in ids for i in part]

@@ -47,10 +47,7 @@ class Vocabulary(abc.ABC):
   """Conversion between text and token ids.
 
   Attributes:
-    path: path of the vocabulary file.
-    eos_id: id of the token that ends a text (EOS).
     start_id: id of the token that some models need before a text.
-    pad_id: id of the token that pads a text.
     extra_ids: number of T5's sentinels after the pieces.
     special_ids: ids of special tokens besides EOS, which are not part of a text.
     num_end_tokens: number of special tokens with which every encoded text ends.
@@ -69,21 +66,21 @@ class Vocabulary(abc.ABC):
 
   @abc.abstractmethod
   def encode(self, text: str) -> list[int]:
-    """Return the token ids of a text with special tokens; for most models, these are EOS only."""
+    """Return the token ids of a source with special tokens; for most models, these are EOS only."""
+
+  def encode_target(self, text: str) -> list[int]:
+    """Return the token ids of the beginning of a target text, which have no special tokens."""
+    return self.encode(text)[:-1]
 
   @abc.abstractmethod
   def decode(self, ids: Iterable[int]) -> str:
-    """Return the text of the token ids before EOS.
-
-    Ids outside of the vocabulary are skipped, and so are padding and other special tokens.
-    """
+    """Return the text of the ids before EOS, without special tokens and ids out of range."""
 
   @abc.abstractmethod
   def pieces(self, ids: Sequence[int]) -> list[str]:
     """Return the text that each token has inside a text, with a leading space if it starts a word.
 
-    An id outside of the vocabulary, which only a model with a larger embedding table can emit, is
-    returned as '<id>'.
+    An id outside of the vocabulary is returned as '<id>'.
     """
 
   @abc.abstractmethod
@@ -93,9 +90,8 @@ class Vocabulary(abc.ABC):
   def single_letter_share(self, text: str) -> float:
     """Return the fraction of letters that are unknown or are single-letter pieces inside a word.
 
-    The share is about a tenth for texts like those that the vocabulary was trained on, and 1 for a
-    text in a different script. For a vocabulary of fewer than 1,000 pieces, return 0, because such
-    a vocabulary has few longer pieces.
+    It is about a tenth for texts like those that the vocabulary was trained on, and 1 for a text in
+    a different script. For fewer than 1,000 pieces it is 0, because few of them are longer.
     """
     if len(self) < _MIN_PIECES:
       return 0.0

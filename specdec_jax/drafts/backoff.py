@@ -12,7 +12,7 @@ from jaxtyping import Int, Int32, Key, UInt32
 from specdec_jax.core.arrays import gather, take
 from specdec_jax.core.sampling import Sampling
 from specdec_jax.core.trees import AnyTree, require_static
-from specdec_jax.core.types import Context, Draft, DraftSpec, Loaded, Proposal
+from specdec_jax.core.types import Context, Draft, DraftOptions, DraftSpec, Loaded, Proposal
 from specdec_jax.data.text import read_lines
 from specdec_jax.errors import InputError, require_count
 from specdec_jax.models.t5 import PAD_ID
@@ -24,16 +24,14 @@ def backoff_ngrams(target: Loaded, path: str, order: int = 4, num_successors: in
   """Return a draft from the n-grams of a text file, which has one output of the task per line.
 
   Args:
-    target: the target.
-    path: path of the text file.
-    order: see `fit_backoff`.
-    num_successors: see `fit_backoff`.
+    order: number of tokens of the longest n-gram, from 1 to 8.
+    num_successors: number of successors to store per context.
   """
   vocabulary = target.vocabulary
   rows = map(vocabulary.encode, read_lines(path))
   params = fit_backoff(rows, order, num_successors, vocabulary.start_id)
 
-  def build(sampling: Sampling, tree: AnyTree) -> BackoffDraft:
+  def build(sampling: Sampling, tree: AnyTree, options=DraftOptions()) -> BackoffDraft:
     return BackoffDraft(tree, order)
 
   return DraftSpec(f"{order}-gram", build, params)
@@ -44,19 +42,9 @@ def fit_backoff(
 ) -> tuple[tuple[UInt32[Array, " _"], Int32[Array, "_ successors"]], ...]:
   """Count the tokens after each context of `order` - 1 tokens, `order` - 2 tokens, ..., 0 tokens.
 
-  Args:
-    rows: token ids of each text, with EOS and without a start token.
-    order: number of tokens of the longest n-gram.
-    num_successors: number of successors to store per context. They are the most frequent ones, in
-      descending order of frequency; equally frequent ones are in order of token id.
-    start_id: token before each text.
-
-  Returns:
-    A pair of arrays for each length of context, longest first: the hashes of the contexts that
-    occur, in ascending order, and their successors. Missing successors are PAD_ID.
-
-  Raises:
-    InputError: order is not an integer from 1 to 8, or num_successors is not a positive integer.
+  `rows` have EOS and no start token. Return for each length of context, longest first, the hashes
+  of the contexts in ascending order, and the successors of each: the most frequent ones, most
+  frequent first and then by token id. Missing successors are PAD_ID.
   """
   require_count("num_successors", num_successors)
   if not (isinstance(order, int) and 1 <= order <= MAX_ORDER):
@@ -77,7 +65,6 @@ def fit_backoff(
 def _successor_table(
   contexts: np.ndarray, tokens: np.ndarray, num_successors: int
 ) -> tuple[UInt32[Array, " contexts"], Int32[Array, "contexts successors"]]:
-  """Return the distinct hashes of contexts, ascending, and the most frequent tokens after each."""
   pairs, counts = np.unique(np.stack([contexts, tokens], axis=1), axis=0, return_counts=True)
   pairs = pairs[np.lexsort((pairs[:, 1], -counts, pairs[:, 0]))]
   known, first = np.unique(pairs[:, 0], return_index=True)
@@ -90,16 +77,7 @@ def _successor_table(
 
 
 def _hash(array_module: Any, tokens: Sequence[Any], shape: tuple[int, ...]) -> Any:
-  """Return a 32-bit hash of each context, computed by numpy or jax.numpy.
-
-  Contexts with equal hashes share their successors. This can make draft tokens worse, but it does
-  not change the distribution of the output.
-
-  Args:
-    array_module: numpy or jax.numpy.
-    tokens: one array per position of the contexts, from the first token to the last.
-    shape: shape of each of these arrays, and of the hashes.
-  """
+  """Return 32-bit hashes; contexts with equal hashes share successors, and decoding stays exact."""
   hashed = array_module.zeros(shape, array_module.uint32)
   for token in tokens:
     hashed = (hashed ^ (token + array_module.uint32(1))) * array_module.uint32(0x9E3779B1)
@@ -111,13 +89,9 @@ def _hash(array_module: Any, tokens: Sequence[Any], shape: tuple[int, ...]) -> A
 class BackoffDraft(Draft):
   """A draft that proposes the most frequent successors of the longest known context.
 
-  Its parameters are the result of `fit_backoff`. Siblings are in descending order of frequency. All
-  tokens are selected deterministically. A draft token is PAD_ID if the context has too few
-  successors.
-
-  Attributes:
-    tree: a static tree.
-    order: number of tokens of the longest n-gram.
+  Its parameters are the result of `fit_backoff`. The longest n-gram has `order` tokens. Siblings
+  are in descending order of frequency. All tokens are selected deterministically. A draft token is
+  PAD_ID if the context has too few successors.
   """
 
   tree: AnyTree
@@ -131,7 +105,7 @@ class BackoffDraft(Draft):
     last_tokens = gather(context.tokens, jnp.maximum(slots, 0))
     # Context of the children of each node of a level, [B, W, order - 1]; -1 before the text.
     recent = jnp.where(slots < 0, -1, last_tokens)[:, None]
-    guesses, parent_level = [], 0
+    draft_tokens, parent_level = [], 0
     for first, end in tree.levels:
       parents = [parent - parent_level for parent in tree.parents[first - 1 : end - 1]]
       ranks = tree.ranks[first - 1 : end - 1]
@@ -139,9 +113,9 @@ class BackoffDraft(Draft):
       successors = jnp.pad(successors, ((0, 0), (0, 0), (0, tree.width)), constant_values=PAD_ID)
       tokens = take(successors, parents)[:, np.arange(len(parents)), ranks]
       recent = jnp.concatenate([take(recent, parents), tokens[..., None]], axis=-1)[..., 1:]
-      guesses.append(tokens)
+      draft_tokens.append(tokens)
       parent_level = first
-    return Proposal(jnp.concatenate(guesses, axis=1)), state
+    return Proposal(jnp.concatenate(draft_tokens, axis=1)), state
 
 
 def _successors(

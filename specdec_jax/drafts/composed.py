@@ -1,8 +1,8 @@
 """Functions that load drafts composed of other drafts.
 
-To give such a function to `load_pair`, bind all of its arguments except `target`. An argument that
-loads a draft is a function from a `Loaded` to a `DraftSpec`, for example
-`checkpoint_draft`, or a function of this module with its other arguments bound.
+To give such a function to `load_pair`, bind all of its arguments except `target`. The arguments
+`draft`, `drafts` and `inner` load drafts: they are functions from a `Loaded` to a `DraftSpec`, such
+as `checkpoint_draft`, or functions of this module with bound arguments.
 """
 
 import dataclasses
@@ -18,13 +18,13 @@ from specdec_jax.core.trees import (
   require_chain,
   require_static,
 )
-from specdec_jax.core.types import Draft, DraftSpec, Loaded
-from specdec_jax.drafts.cascade import CascadeDraft
-from specdec_jax.drafts.forest import ForestDraft
+from specdec_jax.core.types import BuildDraft, Draft, DraftOptions, DraftSpec, Loaded
+from specdec_jax.drafts.backoff import backoff_ngrams
 from specdec_jax.drafts.hierarchical import HierarchicalDraft
+from specdec_jax.drafts.prompt_lookup import prompt_lookup
 from specdec_jax.drafts.recycling import RecyclingDraft
-from specdec_jax.drafts.stop_at_miss import StopAtMissDraft
-from specdec_jax.drafts.stopping import AdaptiveStoppingDraft, StoppingDraft
+from specdec_jax.drafts.several import CascadeDraft, FallbackDraft, ForestDraft
+from specdec_jax.drafts.stopping import AdaptiveStoppingDraft, StopAtMissDraft, StoppingDraft
 from specdec_jax.errors import InputError, require_count, shown
 
 LoadsDraft = Callable[[Loaded], DraftSpec]
@@ -36,21 +36,19 @@ def hierarchical_draft(
   """Return a draft whose model is itself decoded speculatively with a cheaper draft (Section 6).
 
   Args:
-    target: target of the pair.
-    draft: function that loads the draft model.
-    inner: function that loads the cheaper draft, which may be hierarchical too.
+    draft: loads the draft model.
+    inner: loads the cheaper draft, which may be hierarchical too.
     inner_gamma: number of draft tokens that the cheaper draft proposes per round.
-
-  Raises:
-    InputError: (when the draft is built) a tree is not a chain.
   """
   model, cheaper = (load(target) for load in (draft, inner))
 
-  def build(sampling: Sampling, tree: AnyTree) -> HierarchicalDraft:
-    guesses = cheaper.build(sampling, chain(inner_gamma))
+  def build(sampling: Sampling, tree: AnyTree, options=DraftOptions()) -> HierarchicalDraft:
+    options = DraftOptions(options.processors, reread=options.reread)
     tree = require_static("a hierarchical draft", tree)
-    outer: Any = model.build(sampling, tree)  # a `ModelDraft`
-    return HierarchicalDraft(outer.model, guesses, sampling, tree)
+    outer: Any = model.build(sampling, tree, options)  # a `ModelDraft`
+    inner_options = dataclasses.replace(options, reread=options.reread + 2)
+    draft_tokens = cheaper.build(sampling, chain(inner_gamma), inner_options)
+    return HierarchicalDraft(outer.model, draft_tokens, sampling, tree, options)
 
   return _joined(f"{model.name} by {cheaper.name}", build, [model, cheaper])
 
@@ -58,19 +56,15 @@ def hierarchical_draft(
 def forest_draft(target: Loaded, drafts: Sequence[LoadsDraft]) -> DraftSpec:
   """Return a draft that joins the proposals of several drafts in one tree (SpecInfer).
 
-  Each draft proposes the whole tree or chain that is requested. If a draft is given twice, it is
-  sampled twice.
-
-  Args:
-    target: target of the pair.
-    drafts: functions that load the drafts.
+  Each draft proposes the whole requested tree. A draft that is given twice is sampled twice.
   """
   factories = [draft(target) for draft in drafts]
 
-  def build(sampling: Sampling, tree: AnyTree) -> ForestDraft:
-    return ForestDraft(
-      tuple(factory.build(sampling, tree) for factory in factories), len(target.vocabulary)
-    )
+  def build(sampling: Sampling, tree: AnyTree, options=DraftOptions()) -> ForestDraft:
+    depth = max(factory.build(sampling, tree, options).tree.depth for factory in factories)
+    options = _rereading(options, depth + 1)
+    drafts = tuple(factory.build(sampling, tree, options) for factory in factories)
+    return ForestDraft(drafts, len(target.vocabulary))
 
   name = " and ".join(factory.name for factory in factories)
   return _joined(name, build, factories)
@@ -80,13 +74,8 @@ def cascade_draft(target: Loaded, drafts: Sequence[LoadsDraft], gammas: Sequence
   """Return a draft that runs several drafts in sequence, usually from expensive to cheap.
 
   Args:
-    target: target of the pair.
-    drafts: functions that load the drafts, in the order in which they propose.
+    drafts: drafts in the order in which they propose.
     gammas: number of draft tokens of each draft except the last one, which proposes the rest.
-
-  Raises:
-    InputError: `len(gammas)` is not `len(drafts) - 1`, a gamma is not a positive integer, or (when
-      the draft is built) the tree is not a chain.
   """
   if len(gammas) != len(drafts) - 1:
     raise InputError(
@@ -97,13 +86,16 @@ def cascade_draft(target: Loaded, drafts: Sequence[LoadsDraft], gammas: Sequence
     require_count("gamma", gamma)
   factories = [draft(target) for draft in drafts]
 
-  def build(sampling: Sampling, tree: AnyTree) -> CascadeDraft:
+  def build(sampling: Sampling, tree: AnyTree, options=DraftOptions()) -> CascadeDraft:
     require_chain("a cascade", tree)
     built, missing = [], tree.depth
     for factory, gamma in zip(factories, (*gammas, tree.depth)):
       if missing:
-        built.append(factory.build(sampling, chain(min(gamma, missing))))
-        missing -= min(gamma, missing)
+        # A draft has not processed what a round commits, nor the tokens of the drafts before it.
+        reread = tree.depth + 1 + tree.depth - missing
+        part = chain(min(gamma, missing))
+        built.append(factory.build(sampling, part, _rereading(options, reread)))
+        missing -= part.depth
     return CascadeDraft(tuple(built), len(target.vocabulary))
 
   name = ", then ".join(factory.name for factory in factories)
@@ -114,36 +106,44 @@ def tree_draft(
   target: Loaded,
   draft: LoadsDraft,
   widths: Sequence[int] = (),
-  num_guesses: int | None = None,
+  num_draft_tokens: int | None = None,
 ) -> DraftSpec:
   """Return a draft that proposes a tree of depth gamma in place of a chain of length gamma.
 
   Args:
-    target: target of the pair.
-    draft: function that loads a draft that proposes trees.
-    widths: number of children of each node at depth 0, 1, ...; nodes at depths past the end of
-      `widths` have one child.
-    num_guesses: number of draft tokens of a dynamic tree, to be given instead of `widths`. For
-      gamma 1, the tree has one draft token.
-
-  Raises:
-    InputError: both `widths` and `num_guesses` are given, or neither of them.
+    widths: number of children of each node at depth 0, 1, ...; 1 at depths past the end.
+    num_draft_tokens: that of a dynamic tree, instead of `widths`; 1 if gamma is 1.
   """
-  if bool(widths) == (num_guesses is not None):
-    raise InputError("A tree has widths, or num_guesses if it is dynamic; give one.")
+  if bool(widths) == (num_draft_tokens is not None):
+    raise InputError("A tree has widths, or num_draft_tokens if it is dynamic; give one.")
 
   def shape(depth: int) -> AnyTree:
-    if num_guesses is not None:
-      return DynamicTree(num_guesses if depth > 1 else 1, depth)  # depth 1: the best token only
+    if num_draft_tokens is not None:
+      return DynamicTree(
+        num_draft_tokens if depth > 1 else 1, depth
+      )  # depth 1: the best token only
     return branching(*(*widths, *[1] * (depth - len(widths)))[:depth])
 
   factory = draft(target)
 
-  def build(sampling: Sampling, tree: AnyTree) -> Draft:
-    return factory.build(sampling, shape(tree.depth))
+  def build(sampling: Sampling, tree: AnyTree, options=DraftOptions()) -> Draft:
+    return factory.build(sampling, shape(tree.depth), options)
 
-  size = f"tree of {num_guesses}" if num_guesses else f"tree {'x'.join(map(str, widths))}"
+  size = f"tree of {num_draft_tokens}" if num_draft_tokens else f"tree {'x'.join(map(str, widths))}"
   return dataclasses.replace(factory, name=f"{factory.name}, {size}", build=build, path=None)
+
+
+def prompt_lookup_or_ngrams(
+  target: Loaded, path: str, max_ngram: int = 3, order: int = 4
+) -> DraftSpec:
+  """Return a draft that uses `prompt_lookup` and falls back to `backoff_ngrams`."""
+  factories = prompt_lookup(target, max_ngram), backoff_ngrams(target, path, order)
+
+  def build(sampling: Sampling, tree: AnyTree, options=DraftOptions()) -> FallbackDraft:
+    return FallbackDraft(tuple(factory.build(sampling, tree, options) for factory in factories))
+
+  name = "-or-".join(factory.name for factory in factories)
+  return DraftSpec(name, build, tuple(factory.params for factory in factories))
 
 
 def stopping_draft(
@@ -152,16 +152,13 @@ def stopping_draft(
   """Return a draft model that proposes up to gamma tokens, and stops early if it is not confident.
 
   Args:
-    target: target of the pair.
-    draft: function that loads the draft model.
     threshold: see `StoppingDraft`.
-    goal: acceptance rate that the threshold is adapted to (`AdaptiveStoppingDraft`); None for a
-      constant threshold.
+    goal: acceptance rate to keep (`AdaptiveStoppingDraft`); None for a constant threshold.
   """
   model = draft(target)
 
-  def build(sampling: Sampling, tree: AnyTree) -> StoppingDraft:
-    built: Any = model.build(sampling, tree)  # a `ModelDraft`
+  def build(sampling: Sampling, tree: AnyTree, options=DraftOptions()) -> StoppingDraft:
+    built: Any = model.build(sampling, tree, options)  # a `ModelDraft`
     if goal is None:
       return StoppingDraft(built, threshold)
     return AdaptiveStoppingDraft(built, threshold, goal)
@@ -173,18 +170,14 @@ def stopping_draft(
 
 
 def stop_at_miss_draft(target: Loaded, draft: LoadsDraft) -> DraftSpec:
-  """Return a draft that ends its proposal where `draft` has no token (`drafts.stop_at_miss`).
+  """Return a draft that ends its proposal where `draft` has no token (`StopAtMissDraft`).
 
-  gamma is the maximum number of draft tokens.
-
-  Args:
-    target: target of the pair.
-    draft: function that loads a draft that selects its tokens deterministically.
+  gamma is the maximum number of draft tokens. `draft` selects its tokens deterministically.
   """
   factory = draft(target)
 
-  def build(sampling: Sampling, tree: AnyTree) -> StopAtMissDraft:
-    return StopAtMissDraft(factory.build(sampling, tree))
+  def build(sampling: Sampling, tree: AnyTree, options=DraftOptions()) -> StopAtMissDraft:
+    return StopAtMissDraft(factory.build(sampling, tree, options))
 
   return dataclasses.replace(
     factory, name=f"{factory.name}, as far as known", build=build, path=None
@@ -196,32 +189,26 @@ def recycling_draft(
 ) -> DraftSpec:
   """Return a draft that also proposes the rest of the rejected proposal before it (SpecASR).
 
-  Args:
-    target: target of the pair.
-    draft: function that loads a draft that proposes chains.
-    num_recycled: maximum number of recycled tokens. By default, and at most, it is gamma - 1, the
-      number of tokens that may follow a rejected one.
+  `num_recycled` is at most, and by default, gamma - 1: the tokens that may follow a rejected one.
   """
   if num_recycled is not None:
     require_count("num_recycled", num_recycled)
   factory = draft(target)
 
-  def build(sampling: Sampling, tree: AnyTree) -> RecyclingDraft:
+  def build(sampling: Sampling, tree: AnyTree, options=DraftOptions()) -> RecyclingDraft:
     rest = tree.depth - 1
     count = rest if num_recycled is None else min(num_recycled, rest)
-    return RecyclingDraft(factory.build(sampling, tree), count, len(target.vocabulary))
+    draft = factory.build(sampling, tree, _rereading(options, tree.depth + 1))
+    return RecyclingDraft(draft, count, len(target.vocabulary))
 
   return dataclasses.replace(factory, name=f"{factory.name}, recycled", build=build, path=None)
 
 
-def _joined(
-  name: str, build: Callable[[Sampling, AnyTree], Draft], factories: Sequence[DraftSpec]
-) -> DraftSpec:
-  """Return the draft factory of several drafts.
+def _rereading(options: DraftOptions, num_tokens: int) -> DraftOptions:
+  return dataclasses.replace(options, reread=max(options.reread, num_tokens))
 
-  Raises:
-    InputError: a draft reads outputs of layers of the target.
-  """
+
+def _joined(name: str, build: BuildDraft, factories: Sequence[DraftSpec]) -> DraftSpec:
   for factory in factories:
     if factory.features:
       raise InputError(
@@ -240,24 +227,17 @@ def draft_sampling(
 ) -> DraftSpec:
   """Return a draft with a sampling method of its own (Section 6). Decoding is exact for any q.
 
-  If the target's temperature is 0, the draft uses the target's sampling method.
-
-  Args:
-    target: target of the pair.
-    draft: function that loads a draft that samples its tokens.
-    temperature: temperature of the draft; None to use the target's temperature.
-    top_k: top_k of the draft; None to use the target's top_k.
-    top_p: top_p of the draft; None to use the target's top_p.
+  Settings that are None are the target's. If the target's temperature is 0, all of them are.
   """
   settings = {"temperature": temperature, "top_k": top_k, "top_p": top_p}
   given: dict[str, Any] = {name: value for name, value in settings.items() if value is not None}
   Sampling(**given)  # raises for invalid values before a model is loaded
   factory = draft(target)
 
-  def build(sampling: Sampling, tree: AnyTree) -> Draft:
-    # At temperature 0 the most probable token is the best guess for any q.
+  def build(sampling: Sampling, tree: AnyTree, options=DraftOptions()) -> Draft:
+    # At temperature 0 the most probable token is the best draft token for any q.
     draft_sampling = dataclasses.replace(sampling, **given) if not sampling.is_argmax else sampling
-    return factory.build(draft_sampling, tree)
+    return factory.build(draft_sampling, tree, options)
 
   words = ", ".join(
     f"{name} {value:g}" if isinstance(value, float) else f"{name} {shown(value)}"

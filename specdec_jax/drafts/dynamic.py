@@ -2,8 +2,8 @@
 
 The score of a node is the product of the model's probabilities of the tokens on its path. Level by
 level, the model runs over the `width` best nodes of the previous level, and the `width` best
-children of each of them become candidates. The `num_guesses` best candidates form the tree (Li et
-al., 2024, Section 4). The shape may depend on the tokens because the tokens are selected
+children of each of them become candidates. The `num_draft_tokens` best candidates form the tree (Li
+et al., 2024, Section 4). The shape may depend on the tokens because the tokens are selected
 deterministically, not sampled.
 """
 
@@ -20,7 +20,7 @@ from specdec_jax.core.arrays import gather
 from specdec_jax.core.processors import Processors, node_prefixes, process, text_prefixes
 from specdec_jax.core.sampling import Sampling
 from specdec_jax.core.trees import AnyTree, DynamicTree
-from specdec_jax.core.types import Context, Draft, Model, Outcome, Proposal
+from specdec_jax.core.types import Context, Draft, DraftOptions, Model, Outcome, Proposal
 from specdec_jax.drafts.model import ModelDraft, extend_last_tokens
 from specdec_jax.errors import InputError, require_count
 
@@ -30,40 +30,33 @@ class DynamicDraft(Draft):
   """A draft that proposes the most probable paths of a model as a dynamic tree.
 
   The model processes a tree of `width` nodes per level, and the proposal is selected from these
-  nodes and their children. The parameters are those of the model. The state is (cache of the model,
-  nodes): for each draft token, `nodes` [B, N] is its number among the processed nodes, from 1, or 0
-  if it was not processed.
+  nodes and their children. Drafting takes `depth` forward passes. The parameters are those of the
+  model. The state is (cache of the model, nodes): for each draft token, `nodes` [B, N] is its
+  number among the processed nodes, from 1, or 0 if it was not processed.
 
   Attributes:
-    model: the approximation model, M_q.
-    tree: number of draft tokens and depth of the tree; drafting takes `depth` forward passes.
     width: number of nodes per level that the model processes, and number of children of each such
-      node that become candidates.
-    processors: logits processors, which apply to the model's logits.
-    reread: number of tokens in the first forward pass of a round; see `drafts.model.ModelDraft`.
-
-  Raises:
-    InputError: there are fewer candidates than draft tokens; or `width`, the depth or the number of
-      draft tokens is not a positive integer.
+      node that become candidates. There must be at least as many candidates as draft tokens.
   """
 
   model: Model
   tree: DynamicTree
   width: int = 8
-  processors: Processors = ()
-  reread: int = 2
+  options: DraftOptions = DraftOptions()
 
   def __post_init__(self):
     require_candidates(self.tree, self.width)
 
-  def with_processors(self, processors: Processors) -> "DynamicDraft":
-    return dataclasses.replace(self, processors=processors)
+  @property
+  def reread(self) -> int:
+    """Number of tokens in the first forward pass of a round."""
+    return self.options.reread
 
   def init(self, params: Any, context: Context, hidden: Float[Array, "B C E"]) -> Any:
     # The slots in `context` suffice for the proposed tree; the drafted tree may be larger.
-    extra = max(0, _drafted(self.tree, self.width).num_guesses - self.tree.num_guesses)
+    extra = max(0, _drafted(self.tree, self.width).num_draft_tokens - self.tree.num_draft_tokens)
     cache = self.empty_cache(params, context, context.tokens.shape[1] + extra)
-    return cache, jnp.zeros((len(context.tokens), self.tree.num_guesses), jnp.int32)
+    return cache, jnp.zeros((len(context.tokens), self.tree.num_draft_tokens), jnp.int32)
 
   def empty_cache(self, params: Any, context: Context, num_slots: int) -> Any:
     """Return the model's cache before the first round."""
@@ -86,7 +79,7 @@ class DynamicDraft(Draft):
       return logits, cache
 
     proposal, processed, cache = grow(
-      self.tree, self.width, root_logits, extend_level, cache, context, self.processors
+      self.tree, self.width, root_logits, extend_level, cache, context, self.options.processors
     )
     return proposal, (cache, processed)
 
@@ -101,26 +94,25 @@ class DynamicDraft(Draft):
 
 
 def require_candidates(tree: DynamicTree, width: int) -> None:
-  """Raise InputError if a dynamic tree has more draft tokens than there are candidates for it.
-
-  It is also raised if `width`, the depth or the number of draft tokens is not a positive integer.
-  """
+  """Raise InputError if a size is not positive or a tree has fewer candidates than draft tokens."""
   require_count("width", width)
   require_count("depth", tree.depth)
-  require_count("num_guesses", tree.num_guesses)
+  require_count("num_draft_tokens", tree.num_draft_tokens)
   candidates = width + (tree.depth - 1) * width**2
-  if tree.num_guesses > candidates:
+  if tree.num_draft_tokens > candidates:
     raise InputError(
-      f"A tree of {tree.num_guesses} guesses was asked, and width {width} with depth {tree.depth} "
-      f"has {candidates} candidates; ask for fewer guesses, or more of these."
+      f"The tree has {tree.num_draft_tokens} tokens, and width {width} with depth {tree.depth} "
+      f"has {candidates} candidates; ask for fewer draft tokens, or more of these."
     )
 
 
-def model_draft(model: Model, sampling: Sampling, tree: AnyTree) -> Draft:
+def model_draft(
+  model: Model, sampling: Sampling, tree: AnyTree, options: DraftOptions = DraftOptions()
+) -> Draft:
   """Return the draft that proposes a static or a dynamic tree with a model."""
   if isinstance(tree, DynamicTree):
-    return DynamicDraft(model, tree)
-  return ModelDraft(model, sampling, tree)
+    return DynamicDraft(model, tree, options=options)
+  return ModelDraft(model, sampling, tree, options)
 
 
 def _drafted(tree: DynamicTree, width: int) -> DynamicTree:
@@ -142,28 +134,17 @@ def grow(
 ) -> tuple[Proposal, Int[Array, "B N"], Any]:
   """Propose the dynamic tree of the candidates with the best scores.
 
-  Args:
-    tree: number of draft tokens and depth of the tree.
-    width: number of nodes that are processed per level, and number of children of each such node
-      that become candidates.
-    root_logits: logits at the last committed token.
-    extend_level: function that processes a level of the tree. It takes (carry, tokens [B, width],
-      parents [B, width], level from 1, tree of the processed nodes) and returns (logits [B, width,
-      V] at the tokens, new carry). `parents` are indices into the processed nodes of the previous
-      level; for level 1 they are 0, for the last committed token.
-    carry: value that `extend_level` receives for level 1.
-    context: context of the round.
-    processors: logits processors, which apply to all logits.
-
-  Returns:
-    (proposal, nodes, last carry). `nodes` [B, N] holds the number of each draft token among the
-    processed nodes, from 1; it is 0 for draft tokens that were not processed.
+  `extend_level` processes a level of the tree. It takes (carry, tokens [B, width], parents [B,
+  width], level from 1, tree of the processed nodes) and returns (logits [B, width, V] at the
+  tokens, new carry). `parents` are indices into the processed nodes of the previous level; for
+  level 1 they are 0, for the last committed token. Return (proposal, nodes, last carry), with
+  `nodes` as in the state of a `DynamicDraft`.
   """
   batch, k = len(root_logits), width
   rows = jnp.arange(batch)[:, None]
   shape = _drafted(tree, width)
-  shape = dataclasses.replace(shape, parents=jnp.zeros((batch, shape.num_guesses), jnp.int32))
-  guesses = jnp.zeros((batch, shape.num_guesses), jnp.int32)
+  shape = dataclasses.replace(shape, parents=jnp.zeros((batch, shape.num_draft_tokens), jnp.int32))
+  draft_tokens = jnp.zeros((batch, shape.num_draft_tokens), jnp.int32)
   if processors:
     root_logits = process(processors, root_logits[:, None], text_prefixes(context))[:, 0]
   scores, tokens = _best_children(root_logits[:, None], jnp.zeros((batch, 1)), k)  # [B, 1, k]
@@ -176,13 +157,13 @@ def grow(
   candidates = [(tokens, scores, jnp.full((batch, k), -1), (processed + 1) * (tree.depth > 1))]
   for level in range(1, tree.depth):
     first, last = 1 + (level - 1) * k, 1 + level * k
-    guesses = guesses.at[:, first - 1 : last - 1].set(tokens)
+    draft_tokens = draft_tokens.at[:, first - 1 : last - 1].set(tokens)
     if level > 1:
       parents = shape.parents.at[:, first - 1 : last - 1].set(first - k + chosen)
       shape = dataclasses.replace(shape, parents=parents)
     logits, carry = extend_level(carry, tokens, chosen, level, shape)
     if processors:
-      logits = process(processors, logits, node_prefixes(context, guesses, shape, first, last))
+      logits = process(processors, logits, node_prefixes(context, draft_tokens, shape, first, last))
     child_scores, children = _best_children(logits, scores, k)  # [B, k, k]
     child_scores, children = child_scores.reshape(batch, -1), children.reshape(batch, -1)
     parents = jnp.repeat(processed, k, axis=1)  # [B, k * k]
@@ -197,7 +178,7 @@ def grow(
   tokens, scores, parents, nodes = (jnp.concatenate(field, axis=1) for field in zip(*candidates))
   # The score of a candidate is at most the score of its parent, and `top_k` takes the first of
   # equal scores. Therefore the parents of selected candidates are selected too.
-  selected = jnp.sort(lax.top_k(scores, tree.num_guesses)[1], axis=1)  # [B, N]
+  selected = jnp.sort(lax.top_k(scores, tree.num_draft_tokens)[1], axis=1)  # [B, N]
   parents = gather(parents, selected)
   parent_nodes = 1 + jax.vmap(jnp.searchsorted)(selected, parents)
   parent_nodes = jnp.where(parents < 0, 0, parent_nodes).astype(jnp.int32)
@@ -208,6 +189,5 @@ def grow(
 def _best_children(
   logits: Float[Array, "B M V"], scores: Float[Array, "B M"], k: int
 ) -> tuple[Float[Array, "B M {k}"], Int[Array, "B M {k}"]]:
-  """Return the log scores and the tokens of the k best children of each of M nodes."""
   log_probs, tokens = lax.top_k(jax.nn.log_softmax(logits.astype(jnp.float32)), k)
   return scores[..., None] + log_probs, tokens

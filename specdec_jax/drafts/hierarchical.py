@@ -12,16 +12,24 @@ from specdec_jax.core.decode import Decoder, DecodeState, empty_rounds
 from specdec_jax.core.processors import (
   LogitsProcessor,
   Prefixes,
-  Processors,
   process,
   text_prefixes,
 )
 from specdec_jax.core.sampling import Sampling, distribution, sample_logits
 from specdec_jax.core.trees import Tree, require_chain
-from specdec_jax.core.types import Context, Draft, Model, Outcome, Params, Proposal
+from specdec_jax.core.types import (
+  Context,
+  Draft,
+  DraftOptions,
+  Model,
+  Outcome,
+  Params,
+  Proposal,
+  WrappedDraft,
+)
 from specdec_jax.core.verify.tokens import TokenVerifier
-from specdec_jax.core.wrappers import WrappedDraft
 from specdec_jax.drafts.model import extend_last_tokens
+from specdec_jax.errors import InputError
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,34 +44,22 @@ class HierarchicalDraft(Draft):
   state of `inner`).
 
   Attributes:
-    model: the approximation model, M_q.
-    inner: draft for the model. Its tree is a chain, and it may be hierarchical too.
-    sampling: sampling method, which turns the model's logits into q.
-    tree: a chain.
-    reread: see `ModelDraft`.
-    processors: logits processors, which apply to the model's logits.
-
-  Raises:
-    InputError: one of the trees is not a chain, or (in `init`) `inner` may stop early.
+    inner: draft for the model, a chain that does not stop early; it may be hierarchical too. Its
+      `DraftOptions.reread` is larger by 2: its first pass covers the tokens that M_q may not have
+      processed, the first token from M_q, and the last token that `inner` itself proposed.
   """
 
   model: Model
   inner: Draft
   sampling: Sampling
   tree: Tree
-  reread: int = 2
-  processors: Processors = ()
+  options: DraftOptions = DraftOptions()
 
   def __post_init__(self):
     require_chain("a hierarchical draft", self.tree)
     require_chain("the draft of a draft", self.inner.tree)
-
-  def with_reread(self, num_tokens: int) -> "HierarchicalDraft":
-    return dataclasses.replace(self, reread=num_tokens)
-
-  def with_processors(self, processors: Processors) -> "HierarchicalDraft":
-    inner = self.inner.with_processors(processors)
-    return dataclasses.replace(self, inner=inner, processors=processors)
+    if self.inner.tree.verify_lengths:
+      raise InputError("A draft that stops early cannot be the draft of a draft.")
 
   def init(self, params: Any, context: Context, hidden: Float[Array, "B C E"]) -> Any:
     model_params, inner_params = params
@@ -71,7 +67,7 @@ class HierarchicalDraft(Draft):
     hidden, cache = self.model.prefill(model_params, context.prompt, context.tokens.shape[1])
     last_hidden = gather_or_zero(hidden, context.length - 2)
     inner_context = context._replace(target_cache=cache, hidden=last_hidden)
-    return cache, self._recording_inner.init(inner_params, inner_context, hidden)
+    return cache, self.inner.init(inner_params, inner_context, hidden)
 
   def propose(
     self, params: Any, state: Any, context: Context, rng: Key[Array, " B"]
@@ -79,10 +75,11 @@ class HierarchicalDraft(Draft):
     (model_params, inner_params), (cache, inner_state) = params, state
     gamma = self.tree.depth
     logits, hidden, cache = extend_last_tokens(
-      self.model, model_params, cache, context, self.reread
+      self.model, model_params, cache, context, self.options.reread
     )
-    if self.processors:
-      logits = process(self.processors, logits[:, None], text_prefixes(context))[:, 0]
+    processors = self.options.processors
+    if processors:
+      logits = process(processors, logits[:, None], text_prefixes(context))[:, 0]
     first_rng, rng = split_rows(rng)
     first, first_q = sample_logits(first_rng, logits, self.sampling)
     if gamma == 1:
@@ -94,10 +91,10 @@ class HierarchicalDraft(Draft):
     inner_logits = jnp.zeros((batch, limit, self.model.vocab_size))
     decoder = Decoder(
       self.model,
-      self._recording_inner,
+      _LogitsRecorder(self.inner),
       TokenVerifier(self.sampling),
       eos_id=-1,
-      processors=tuple(_WithLimit(each, context.limit) for each in self.processors),
+      processors=tuple(_WithLimit(each, context.limit) for each in processors),
     )
     initial = DecodeState(
       prompt=context.prompt,
@@ -123,16 +120,6 @@ class HierarchicalDraft(Draft):
     proposal = Proposal(gather(final.tokens, slots), q)
     return proposal, (final.target_cache, final.draft_state.inner)
 
-  @property
-  def _recording_inner(self) -> "_LogitsRecorder":
-    """Return the inner draft, wrapped so that it records logits, with a longer first forward pass.
-
-    The first forward pass covers every token that the inner draft may not have processed: the
-    tokens that M_q may not have processed, the first token from M_q, and the last token that the
-    inner draft proposed, which M_p may have accepted.
-    """
-    return _LogitsRecorder(self.inner.with_reread(self.reread + 2))
-
   def _with_room(self, context: Context) -> Context:
     """Return the context with slots for tokens that `inner` proposes past the end of the chain."""
     room = self.inner.tree.num_nodes
@@ -141,10 +128,7 @@ class HierarchicalDraft(Draft):
 
 @dataclasses.dataclass(frozen=True)
 class _WithLimit(LogitsProcessor):
-  """Logits processor that passes the limit of the output to another logits processor.
-
-  This limit replaces that of the inner decoding loop, which is the end of the chain.
-  """
+  """Logits processor that replaces the limit of the inner loop, the end of the chain."""
 
   processor: LogitsProcessor
   limit: Any  # [B]
@@ -154,13 +138,7 @@ class _WithLimit(LogitsProcessor):
 
 
 class _RecordedLogits(NamedTuple):
-  """State of the inner draft, and the logits from which each new token was sampled.
-
-  Attributes:
-    inner: state of the inner draft.
-    first_length: number of committed tokens before the first round of the inner decoding loop.
-    logits: logits from which each token after the first `first_length` tokens was sampled.
-  """
+  """State of the inner draft, and the logits of each token after the first `first_length`."""
 
   inner: Any
   first_length: Int[Array, " B"]
@@ -168,8 +146,6 @@ class _RecordedLogits(NamedTuple):
 
 
 class _LogitsRecorder(WrappedDraft):
-  """A wrapped draft that records the logits from which the emitted tokens were sampled."""
-
   def propose(
     self, params: Any, state: _RecordedLogits, context: Context, rng: Key[Array, " B"]
   ) -> tuple[Proposal, _RecordedLogits]:

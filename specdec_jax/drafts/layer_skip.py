@@ -15,8 +15,16 @@ from jaxtyping import Float, Int, Key
 
 from specdec_jax.core.sampling import Sampling
 from specdec_jax.core.trees import AnyTree, NodePlacement, require_static
-from specdec_jax.core.types import Context, DraftSpec, Loaded, Model, Outcome, Proposal
-from specdec_jax.core.wrappers import WrappedDraft
+from specdec_jax.core.types import (
+  Context,
+  DraftOptions,
+  DraftSpec,
+  Loaded,
+  Model,
+  Outcome,
+  Proposal,
+  WrappedDraft,
+)
 from specdec_jax.drafts.model import ModelDraft
 from specdec_jax.errors import InputError
 from specdec_jax.models.families import Config, model_of
@@ -31,28 +39,20 @@ def layer_skip(target: Loaded, layers: Sequence[int]) -> DraftSpec:
   Args:
     target: a T5 or a decoder-only model of this project.
     layers: numbers of the decoder layers, from 0, in ascending order.
-
-  Raises:
-    InputError: `layers` is empty or not ascending, the target does not have these layers, or it is
-      neither a T5 nor a decoder-only model of this project.
   """
   target_config = decoder_of(target.model).config
   require_layers(layers, target_config.num_decoder_layers)
   config, params = of_layers(target_config, target.params, layers)
 
-  def build(sampling: Sampling, tree: AnyTree) -> LayerSkipDraft:
+  def build(sampling: Sampling, tree: AnyTree, options=DraftOptions()) -> LayerSkipDraft:
     tree = require_static("layer skipping", tree)
-    return LayerSkipDraft(ModelDraft(model_of(config), sampling, tree), tuple(layers))
+    return LayerSkipDraft(ModelDraft(model_of(config), sampling, tree, options), tuple(layers))
 
   return DraftSpec(f"layers {','.join(map(str, layers))}", build, params)
 
 
 def decoder_of(target: Model) -> T5Model | GPTModel:
-  """Return a target without the wrapper of simulated acceptance.
-
-  Raises:
-    InputError: the target is neither a T5 nor a decoder-only model of this project.
-  """
+  """Return a T5 or decoder-only target without the wrapper of simulated acceptance."""
   model = unwrapped(target)
   if not isinstance(model, T5Model | GPTModel):
     raise InputError(f"{type(model).__name__} has no decoder layers to draft with.")
@@ -69,15 +69,23 @@ def require_layers(layers: Sequence[int], count: int) -> None:
 
 
 def of_layers(config: Config, params: Any, layers: Sequence[int]) -> tuple[Config, Any]:
-  """Return the configuration and the parameters of a model with only some of the decoder layers.
-
-  The parameters are not copied. Those of an encoder are left out.
-  """
+  """Return the config and the parameters, not copied, of only some of the decoder layers."""
   decoder = params["decoder"]
   selected = {f"layers_{i}": decoder[f"layers_{layer}"] for i, layer in enumerate(layers)}
   rest = {name: x for name, x in decoder.items() if not name.startswith("layers_")}
   config = dataclasses.replace(config, num_decoder_layers=len(layers))
   return config, {"decoder": rest | selected, "token_embedder": params["token_embedder"]}
+
+
+def text_cache(context: Context) -> Any:
+  """Return the target's cache, unwrapped; InputError if it lacks the text, as in a beam search."""
+  cache = unwrapped_cache(context.target_cache)
+  if not cache.layers:
+    raise InputError(
+      "The draft reads the text in the target's cache, which holds all beams of a beam search; "
+      "give it another draft."
+    )
+  return cache
 
 
 def cache_of_layers(cache: Any, layers: Sequence[int]) -> Any:
@@ -94,11 +102,8 @@ def cache_of_layers(cache: Any, layers: Sequence[int]) -> Any:
 class EachTokenLayout:
   """Layout of a block of all tokens of a text, each of which is the first token of a round.
 
-  The block follows the slots of a cache that already holds these tokens. Each token attends to the
-  slots of the tokens before it, and to itself in the block.
-
-  Attributes:
-    length: number of cached tokens before the text.
+  The block follows the slots of a cache that already holds these tokens, after `length` others.
+  Each token attends to the slots of the tokens before it, and to itself in the block.
   """
 
   length: Int[Array, " B"]
@@ -125,14 +130,8 @@ def logits_at_each_token(
   """Compute the logits of the first draft token in a round that begins at each token of a text.
 
   In decoding, the keys and values of committed tokens are those of the complete target, and only
-  those of the last committed token are computed by the draft.
-
-  Args:
-    model: model that consists of some layers of the target.
-    params: parameters of the model.
-    cache: cache of the target with only these layers. It holds all inputs, but its `length` does
-      not count them.
-    inputs: tokens of the text.
+  those of the last committed token are computed by the draft. `cache`, that of the target with only
+  these layers, holds all inputs, but its `length` does not count them.
   """
   batch, num_tokens = inputs.shape
   num_slots = cache.layers[0][0].shape[2]
@@ -148,15 +147,10 @@ class LayerSkipDraft(WrappedDraft):
   """A draft that samples tokens from some layers of the target and uses the target's cache.
 
   It has no state and does not process the prompt. Its parameters are those of `draft`.
-
-  Attributes:
-    draft: draft that samples from the model that consists of these layers.
-    layers: numbers of these layers in the target.
   """
 
   draft: ModelDraft
   layers: tuple[int, ...]
-  reads_target_cache = True
 
   def init(self, params: Any, context: Context, hidden: Float[Array, "B C E"]) -> Any:
     return ()
@@ -165,8 +159,8 @@ class LayerSkipDraft(WrappedDraft):
     return state
 
   def propose(
-    self, params: Any, state: Any, context: Context, rng: Key[Array, " B *depths"]
+    self, params: Any, state: Any, context: Context, rng: Key[Array, " B"]
   ) -> tuple[Proposal, Any]:
-    cache = cache_of_layers(unwrapped_cache(context.target_cache), self.layers)
+    cache = cache_of_layers(text_cache(context), self.layers)
     logits, _, cache = self.draft.model.extend(params, cache, context.last_token[:, None])
     return self.draft.propose_after(params, cache, context, logits[:, 0], rng)[0], state

@@ -19,36 +19,41 @@ from jaxtyping import Float, Int, Key
 from specdec_jax.core.arrays import gather, take
 from specdec_jax.core.sampling import Sampling, argmax
 from specdec_jax.core.trees import AnyTree, Tree, chain, require_chain
-from specdec_jax.core.types import Context, Draft, DraftSpec, Loaded, Outcome, Proposal
-from specdec_jax.drafts.forest import joined_at_root
+from specdec_jax.core.types import (
+  Context,
+  Draft,
+  DraftOptions,
+  DraftSpec,
+  Loaded,
+  Outcome,
+  Proposal,
+)
+from specdec_jax.drafts.several import joined_at_root
 from specdec_jax.errors import require_count
 from specdec_jax.models.t5 import PAD_ID
 
 
-def lookahead(target: Loaded, window: int = 5, num_guesses: int = 5) -> DraftSpec:
-  """Return lookahead decoding as a draft; see `LookaheadDraft`.
+def lookahead(target: Loaded, window: int = 5, num_ngrams: int = 5) -> DraftSpec:
+  """Return lookahead decoding as a draft with n-grams of gamma draft tokens (`LookaheadDraft`)."""
 
-  `DraftSpec.build` must be given a chain, whose gamma is the number of draft tokens per n-gram.
-  """
-
-  def build(sampling: Sampling, tree: AnyTree) -> LookaheadDraft:
+  def build(sampling: Sampling, tree: AnyTree, options=DraftOptions()) -> LookaheadDraft:
     require_chain("lookahead decoding", tree)
-    return LookaheadDraft(len(target.vocabulary), tree.depth, window, num_guesses)
+    return LookaheadDraft(len(target.vocabulary), tree.depth, window, num_ngrams)
 
-  return DraftSpec(f"lookahead-{window}-{num_guesses}", build)
+  return DraftSpec(f"lookahead-{window}-{num_ngrams}", build)
 
 
 class Lookahead(NamedTuple):
   """State of `LookaheadDraft`.
 
   Attributes:
-    window: trajectories, oldest pass first. Row l of column k guesses the token that is l + k + 1
+    window: trajectories, oldest pass first. Row l of column k predicts the token that is l + k + 1
       positions after the last committed one.
     pool: continuations of each token, latest first; missing continuations are PAD_ID.
   """
 
   window: Int[Array, "B gamma width"]
-  pool: Int[Array, "B V guesses gamma"]
+  pool: Int[Array, "B V num_ngrams gamma"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,28 +69,24 @@ class LookaheadDraft(Draft):
   verifier follows only one of several equal siblings. Trajectories are the argmax of the target at
   any temperature, and all draft tokens are selected deterministically. Trajectories are initialized
   with tokens of the prompt. There are no parameters. The pool takes 4 * `vocab_size` *
-  `num_guesses` * `gamma` bytes per row: 2.6 MB for 32,128 tokens, 5 n-grams and gamma 4.
+  `num_ngrams` * `gamma` bytes per row: 2.6 MB for 32,128 tokens, 5 n-grams and gamma 4.
 
   Attributes:
-    vocab_size: size of the vocabulary, V.
     gamma: number of draft tokens per n-gram; they follow its first token.
     window: number of columns of the window.
-    num_guesses: number of n-grams that are stored per first token. Those that start with the last
+    num_ngrams: number of n-grams that are stored per first token. Those that start with the last
       committed token are all proposed.
-
-  Raises:
-    InputError: gamma, window or num_guesses is not a positive integer.
   """
 
   vocab_size: int
   gamma: int
   window: int = 5
-  num_guesses: int = 5
+  num_ngrams: int = 5
   tree: Tree = dataclasses.field(init=False)
   depends_on_outcomes = True
 
   def __post_init__(self):
-    for name in ("gamma", "window", "num_guesses"):
+    for name in ("gamma", "window", "num_ngrams"):
       require_count(name, getattr(self, name))
     object.__setattr__(self, "tree", self._layout[0])
 
@@ -93,16 +94,15 @@ class LookaheadDraft(Draft):
   def _layout(self) -> tuple[Tree, list[int], list[int]]:
     """Tree of the draft tokens, the order of the tokens, and the last node of each column.
 
-    The order gives the index of each draft token in the sequence that consists of the tokens of all
-    chains and then the tokens of the window, row by row.
+    The order gives the index of each draft token in all chains and then the window, row by row.
     """
-    width, first = self.window, self.num_guesses * self.gamma
+    width, first = self.window, self.num_ngrams * self.gamma
     cells = [(row, column) for row in range(self.gamma) for column in range(width)]
     cells.sort(key=lambda cell: (sum(cell), cell[1]))  # level order
     node = {cell: i for i, cell in enumerate(cells, 1)}
     parents = [(row - 1, column) if row else (0, column - 1) for row, column in cells]
     branch = Tree([node.get(cell, 0) for cell in parents])
-    tree, places = joined_at_root([*[chain(self.gamma)] * self.num_guesses, branch])
+    tree, places = joined_at_root([*[chain(self.gamma)] * self.num_ngrams, branch])
     flat = [*range(first), *(first + row * width + column for row, column in cells)]
     order = [flat[place] for place in places]
     ends = [order.index(first + (self.gamma - 1) * width + i) + 1 for i in range(width)]
@@ -114,7 +114,7 @@ class LookaheadDraft(Draft):
     offsets = jnp.arange(self.gamma)[:, None] + jnp.arange(width)  # [gamma, width]
     tokens = gather(prompt, offsets.reshape(-1) % size)
     tokens = jnp.where(tokens < self.vocab_size, tokens, PAD_ID).astype(jnp.int32)
-    shape = len(prompt), self.vocab_size, self.num_guesses, self.gamma
+    shape = len(prompt), self.vocab_size, self.num_ngrams, self.gamma
     return Lookahead(tokens.reshape(-1, self.gamma, width), jnp.zeros(shape, jnp.int32))
 
   def propose(
@@ -133,13 +133,13 @@ class LookaheadDraft(Draft):
 
 
 def _with_ngrams(
-  pool: Int[Array, "V guesses gamma"], ngrams: Int[Array, "width gamma_plus_1"]
-) -> Int[Array, "V guesses gamma"]:
+  pool: Int[Array, "V num_ngrams gamma"], ngrams: Int[Array, "width gamma_plus_1"]
+) -> Int[Array, "V num_ngrams gamma"]:
   """Return the pool of one row with n-grams added, each in front of those with its first token."""
 
   def add(pool, ngram):
     token, continuation = ngram[0], ngram[1:]
-    known = pool[token]  # [num_guesses, gamma]
+    known = pool[token]  # [num_ngrams, gamma]
     has_same_start = known[:, 0] == continuation[0]
     dropped = jnp.where(has_same_start.any(), has_same_start.argmax(), len(known) - 1)
     shifted = jnp.concatenate([continuation[None], known[:-1]])

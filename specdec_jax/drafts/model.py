@@ -1,18 +1,18 @@
 """A smaller model as a draft, which proposes a chain or a static tree level by level."""
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any
 
 import jax.numpy as jnp
 from jax import Array, lax
 from jaxtyping import Float, Int, Key
 
-from specdec_jax.beams.drafts import ModelBeamDraft
 from specdec_jax.core.arrays import gather, gather_one, split_rows
-from specdec_jax.core.processors import Processors, node_prefixes, process, text_prefixes
-from specdec_jax.core.sampling import Sampling, sample_logits, sample_siblings
+from specdec_jax.core.processors import node_prefixes, process, text_prefixes
+from specdec_jax.core.sampling import Sampling, position_keys, sample_logits, sample_siblings
 from specdec_jax.core.trees import Tree
-from specdec_jax.core.types import Context, Draft, Model, Outcome, Proposal
+from specdec_jax.core.types import Context, Draft, DraftOptions, Model, Outcome, Proposal
 from specdec_jax.errors import require_count
 
 
@@ -25,49 +25,26 @@ class ModelDraft(Draft):
   tree.
 
   Attributes:
-    model: the approximation model, M_q.
-    sampling: sampling method, which turns the model's logits into q; usually the target's.
-    tree: tree of the proposals; drafting takes one forward pass per level.
-    independent: whether siblings are sampled independently, with replacement (SpecInfer, SpecTr),
-      instead of without replacement.
-    reread: number of tokens in the first forward pass of a round, which ends with the last
-      committed token. 2 suffices unless rounds commit tokens of other drafts (`drafts.forest`).
-    processors: logits processors, which apply to the model's logits.
-    coupled: whether samples share the noise of the target's samples (`core.verify.gumbel`).
-
-  Raises:
-    InputError: the tree has no draft tokens.
+    sampling: turns the model's logits into q; usually the target's.
+    tree: tree with at least one draft token; drafting takes one forward pass per level.
   """
 
   model: Model
   sampling: Sampling
   tree: Tree
-  independent: bool = False
-  reread: int = 2
-  processors: Processors = ()
-  coupled: bool = False
+  options: DraftOptions = DraftOptions()
 
   def __post_init__(self):
     require_count("gamma", self.tree.depth)
 
-  def with_reread(self, num_tokens: int) -> "ModelDraft":
-    return dataclasses.replace(self, reread=num_tokens)
-
-  def with_processors(self, processors: Processors) -> "ModelDraft":
-    return dataclasses.replace(self, processors=processors)
+  @property
+  def independent_siblings(self) -> bool:  # type: ignore[override]
+    return self.options.independent_siblings
 
   @property
-  def uses_position_keys(self) -> bool:  # type: ignore[override]
-    return self.coupled
-
-  def with_position_keys(self) -> "ModelDraft":
-    return dataclasses.replace(self, coupled=True)
-
-  def with_independent_siblings(self) -> "ModelDraft":
-    return dataclasses.replace(self, independent=True)
-
-  def as_beam_draft(self, num_beams: int, num_nodes: int | None) -> ModelBeamDraft:
-    return ModelBeamDraft(self, num_beams, num_nodes)
+  def reread(self) -> int:
+    """Number of tokens in the first forward pass of a round."""
+    return self.options.reread
 
   def init(self, params: Any, context: Context, hidden: Float[Array, "B C E"]) -> Any:
     return self.model.prefill(params, context.prompt, context.tokens.shape[1])[1]
@@ -83,17 +60,15 @@ class ModelDraft(Draft):
     """Return the cache, conditioned on hidden states of the target; by default, it is unchanged.
 
     Args:
-      params: parameters of the model.
-      cache: cache of the model.
-      hidden: for each token, hidden state of the target at the start of the round that processes
-        it (M is the number of tokens); or a single state for all tokens (M is 1).
+      hidden: for each token, hidden state of the target at the start of the round that processes it
+        (M is the number of tokens); or a single state for all tokens (M is 1).
       offsets: number of tokens from the start of the round to each token.
       slot: slot of the first token that will be processed.
     """
     return cache
 
   def propose(
-    self, params: Any, state: Any, context: Context, rng: Key[Array, " B *depths"]
+    self, params: Any, state: Any, context: Context, rng: Key[Array, " B"]
   ) -> tuple[Proposal, Any]:
     logits, cache = self.start_round(params, state, context)
     return self.propose_after(params, cache, context, logits, rng)
@@ -101,10 +76,7 @@ class ModelDraft(Draft):
   def start_round(
     self, params: Any, state: Any, context: Context
   ) -> tuple[Float[Array, "B V"], Any]:
-    """Run the model over the last committed tokens; return logits at the last one, and the cache.
-
-    The cache holds that token in slot `cache.length`.
-    """
+    """Return the logits at the last committed token, and the cache, with it in slot `length`."""
     logits, _, cache = extend_last_tokens(self.model, params, state, context, self.reread)
     return logits, cache
 
@@ -114,30 +86,17 @@ class ModelDraft(Draft):
     cache: Any,
     context: Context,
     logits: Float[Array, "B V"],
-    rng: Key[Array, " B *depths"],
+    rng: Key[Array, " B"],
   ) -> tuple[Proposal, Any]:
-    """Propose tokens, given logits at the last committed token.
+    """Propose tokens, given logits at the last committed token, in slot `cache.length`."""
+    if self.tree.is_chain:
+      return self._propose_chain(params, cache, context, logits, rng)
 
-    The cache holds that token in slot `cache.length`.
-    """
-    propose = self._propose_chain if self.tree.is_chain else self._propose_tree
-    return propose(params, cache, context, logits, rng)
+    def extend_level(cache: Any, tokens: Array, parents: list[int], level: int, tree: Tree):
+      logits, _, cache = self.model.extend(params, cache, tokens, tree, tree.levels[level - 1][0])
+      return logits, cache
 
-  def sample_next(
-    self, rng: Key[Array, " B"], context: Context, logits: Float[Array, "B V"]
-  ) -> tuple[Int[Array, " B"], Float[Array, "B V"], Int[Array, "B T"]]:
-    """Sample the token after the text of a context; return it, its q, and the extended text.
-
-    Only logits processors need that text. Without them, the text is returned without the token.
-    """
-    if self.processors:
-      logits = process(self.processors, logits[:, None], text_prefixes(context))[:, 0]
-    token, q = sample_logits(rng, logits, self.sampling, self.coupled)
-    return (
-      token,
-      q,
-      context.with_tokens(token[:, None]).tokens if self.processors else context.tokens,
-    )
+    return draft_tree(self, logits[:, None], extend_level, cache, context, rng)
 
   def _propose_chain(
     self,
@@ -145,54 +104,25 @@ class ModelDraft(Draft):
     cache: Any,
     context: Context,
     logits: Float[Array, "B V"],
-    rng: Key[Array, " B *depths"],
+    rng: Key[Array, " B"],
   ) -> tuple[Proposal, Any]:
-    """Sample a chain, one token at a time."""
     gamma = self.tree.depth
-    keys = rng.T if self.coupled else split_rows(rng, gamma)  # [gamma, B]
-    first, first_q, text = self.sample_next(keys[0], context, logits)
+    keys = depth_keys(self.options, context, rng, gamma)
+    first, first_q, text = sample_next(self, keys[0], context, logits)
 
     def step(carry, node_and_key):
-      cache, guess, text = carry
+      cache, draft_token, text = carry
       node, key = node_and_key
-      logits, _, cache = self.model.extend(params, cache, guess[:, None], self.tree, node)
+      logits, _, cache = self.model.extend(params, cache, draft_token[:, None], self.tree, node)
       after = context._replace(tokens=text, length=context.length + node)
-      guess, q, text = self.sample_next(key, after, logits[:, 0])
-      return (cache, guess, text), (guess, q)
+      draft_token, q, text = sample_next(self, key, after, logits[:, 0])
+      return (cache, draft_token, text), (draft_token, q)
 
     nodes = jnp.arange(1, gamma)
-    (cache, *_), (guesses, q) = lax.scan(step, (cache, first, text), (nodes, keys[1:gamma]))
-    guesses = jnp.concatenate([first[None], guesses])  # [gamma, B]
+    (cache, *_), (draft_tokens, q) = lax.scan(step, (cache, first, text), (nodes, keys[1:]))
+    draft_tokens = jnp.concatenate([first[None], draft_tokens])  # [gamma, B]
     q = jnp.concatenate([first_q[None], q])  # [gamma, B, V]
-    return Proposal(guesses.swapaxes(0, 1), q.swapaxes(0, 1)), cache
-
-  def _propose_tree(
-    self,
-    params: Any,
-    cache: Any,
-    context: Context,
-    logits: Float[Array, "B V"],
-    rng: Key[Array, " B *depths"],
-  ) -> tuple[Proposal, Any]:
-    """Sample a tree, one level at a time."""
-    tree, level_logits = self.tree, logits[:, None]  # [B, nodes of the level, V]
-    tokens, q, parent_level = [context.tokens[:, :0]], [], 0
-    keys = rng.T if self.coupled else split_rows(rng, tree.depth)
-    for (first, last), level_keys in zip(tree.levels, keys):
-      if self.processors:
-        guesses = jnp.concatenate(tokens, axis=1)
-        prefixes = node_prefixes(context, guesses, tree, parent_level, first)
-        level_logits = process(self.processors, level_logits, prefixes)
-      counts = [tree.parents.count(node) for node in range(parent_level, first)]
-      level_tokens, level_q = sample_siblings(
-        level_keys, level_logits, self.sampling, counts, self.independent, self.coupled
-      )
-      tokens.append(level_tokens)
-      q.append(level_q)
-      if last < tree.num_nodes:  # the last level is not processed
-        level_logits, _, cache = self.model.extend(params, cache, level_tokens, tree, first)
-      parent_level = first
-    return Proposal(jnp.concatenate(tokens, axis=1), jnp.concatenate(q, axis=1)), cache
+    return Proposal(draft_tokens.swapaxes(0, 1), q.swapaxes(0, 1)), cache
 
   def observe(self, params: Any, state: Any, outcome: Outcome) -> Any:
     if self.tree.is_chain:
@@ -200,19 +130,78 @@ class ModelDraft(Draft):
     return self.model.commit(state, outcome.length - 1, self.tree, outcome.verification.path)
 
 
+def depth_keys(
+  options: DraftOptions, context: Context, rng: Key[Array, " B"], depth: int
+) -> Key[Array, "{depth} B"]:
+  """Return the keys of the draft tokens of each depth; if coupled, those of their positions."""
+  if not options.coupled:
+    return split_rows(rng, depth)
+  assert context.rng is not None
+  return position_keys(context.rng, context.length, depth).T
+
+
+def sample_next(
+  draft: Any, rng: Key[Array, " B"], context: Context, logits: Float[Array, "B V"]
+) -> tuple[Int[Array, " B"], Float[Array, "B V"], Int[Array, "B T"]]:
+  """Sample the token after the text of a context; return it, its q, and the extended text.
+
+  Without logits processors, which alone need it, the text is returned without the token.
+  """
+  processors, text = draft.options.processors, context.tokens
+  if processors:
+    logits = process(processors, logits[:, None], text_prefixes(context))[:, 0]
+  token, q = sample_logits(rng, logits, draft.sampling, draft.options.coupled)
+  return token, q, context.with_tokens(token[:, None]).tokens if processors else text
+
+
+def draft_tree(
+  draft: Any,
+  logits: Float[Array, "B 1 V"],
+  extend_level: Callable[..., tuple[Array, Any]],
+  carry: Any,
+  context: Context,
+  rng: Key[Array, " B"],
+) -> tuple[Proposal, Any]:
+  """Sample a static tree, one level at a time; return the proposal and the last carry.
+
+  `extend_level` processes a level of the tree. It takes (carry, tokens [B, M], parents, level from
+  1, tree) and returns (logits [B, M, V] after each token, new carry). `parents` are indices into
+  the level above. The last level is not processed. `draft` has `tree`, `sampling` and `options`.
+  """
+  tree, options, above = draft.tree, draft.options, 0  # `above`: first node of the level above
+  tokens, q = [context.tokens[:, :0]], []
+  keys = depth_keys(options, context, rng, tree.depth)
+  for level, (first, last) in enumerate(tree.levels, 1):
+    if options.processors:
+      draft_tokens = jnp.concatenate(tokens, axis=1)
+      prefixes = node_prefixes(context, draft_tokens, tree, above, first)
+      logits = process(options.processors, logits, prefixes)
+    level_tokens, level_q = sample_siblings(
+      keys[level - 1],
+      logits,
+      draft.sampling,
+      tree.num_children[above:first],
+      options.independent_siblings,
+      options.coupled,
+    )
+    tokens.append(level_tokens)
+    q.append(level_q)
+    if last < tree.num_nodes:
+      parents = [parent - above for parent in tree.parents[first - 1 : last - 1]]
+      logits, carry = extend_level(carry, level_tokens, parents, level, tree)
+    above = first
+  return Proposal(jnp.concatenate(tokens, axis=1), jnp.concatenate(q, axis=1)), carry
+
+
 def extend_last_tokens(
   model: Model, params: Any, cache: Any, context: Context, count: int = 2
 ) -> tuple[Float[Array, "B V"], Float[Array, "B E"], Any]:
-  """Run a draft model over the last committed tokens.
+  """Run a draft model over the last `count` committed tokens.
 
-  After a round whose draft tokens were all accepted, the cache lacks the last of them. Therefore
-  the pass always covers `count` tokens, although the cache may already hold all but the last. In a
-  row with fewer than `count` tokens, the pass also covers unused slots after them, whose results
-  are not returned.
-
-  Returns:
-    (logits at the last committed token, hidden states at that token, cache). The length of the
-    cache is the number of tokens before that token.
+  The cache lacks the last draft token of a round if all were accepted. Therefore the pass always
+  covers `count` tokens, although the cache may already hold all but the last. In a row with fewer
+  tokens, it also covers unused slots after them, whose results are not returned. Return the logits
+  and hidden states at the last committed token, and the cache of the tokens before it.
   """
   length = context.length
   start = jnp.maximum(length - count, 0)

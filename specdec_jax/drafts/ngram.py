@@ -1,7 +1,6 @@
 """Unigram and bigram drafts, which sample from counts at negligible cost (Section 3.6, Table 3)."""
 
 import dataclasses
-import functools
 import itertools
 import os
 from collections.abc import Iterable, Sequence
@@ -17,7 +16,7 @@ from specdec_jax.core.arrays import split_rows
 from specdec_jax.core.atomic_files import atomic_write
 from specdec_jax.core.sampling import Sampling, sample_logits
 from specdec_jax.core.trees import AnyTree, require_chain
-from specdec_jax.core.types import Context, Draft, DraftSpec, Loaded, Proposal
+from specdec_jax.core.types import Context, Draft, DraftOptions, DraftSpec, Loaded, Proposal
 from specdec_jax.data.text import read_lines
 from specdec_jax.data.vocabulary import Vocabulary
 from specdec_jax.errors import InputError, require_count
@@ -37,17 +36,17 @@ def bigram(target: Loaded, path: str) -> DraftSpec:
 def _ngram(name: str, order: int, vocabulary: Vocabulary, path: str) -> DraftSpec:
   rows, start_id = map(vocabulary.encode, read_lines(path)), vocabulary.start_id
   counts = fit_ngrams(rows, len(vocabulary), start_id=start_id)
-  return DraftSpec(name, functools.partial(NgramDraft, order, len(vocabulary)), counts)
+
+  def build(sampling: Sampling, tree: AnyTree, options=DraftOptions()) -> NgramDraft:
+    return NgramDraft(order, len(vocabulary), sampling, tree)
+
+  return DraftSpec(name, build, counts)
 
 
 class Ngrams(NamedTuple):
   """Unigram and bigram counts of a text.
 
-  Attributes:
-    unigrams: number of occurrences of each token.
-    successors: most frequent successors of each token, in descending order of frequency. Equally
-      frequent successors are in order of token id.
-    counts: number of occurrences of each successor after the token; 0 for missing successors.
+  `successors` are in descending order of frequency, then by token id; missing ones have count 0.
   """
 
   unigrams: Int[Array, " V"]
@@ -65,15 +64,9 @@ def fit_ngrams(
 
   Args:
     rows: token ids of each text, with EOS, without a start token and without padding.
-    vocab_size: size of the vocabulary, V.
     num_successors: number of successors to store for each token.
-    start_id: token before each text; it is the context of the first token. If it is the padding
-      token 0, no text may contain token 0. GPT-2 has a different start token, and its token 0 is an
-      ordinary token.
-
-  Raises:
-    InputError: an id is outside the vocabulary or is padding, or num_successors is not a positive
-      integer.
+    start_id: context of the first token of each text. If it is the padding token 0, no text may
+      contain token 0. GPT-2 has a different start token, and its token 0 is an ordinary token.
   """
   require_count("num_successors", num_successors)
   rows = list(rows)
@@ -121,16 +114,6 @@ class NgramDraft(Draft):
   smoothed. Exactness does not need q > 0, because tokens that the draft never proposes come from
   the residual. Smoothing would take probability from tokens that may be accepted. At temperature 0
   it would change nothing.
-
-  Attributes:
-    order: 1 or 2.
-    vocab_size: size of the vocabulary, V.
-    sampling: sampling method, which turns counts into q.
-    tree: a chain.
-
-  Raises:
-    InputError: order is neither 1 nor 2, the tree is not a chain, or (in `init`) the counts are for
-      a different vocabulary.
   """
 
   order: int
@@ -157,14 +140,13 @@ class NgramDraft(Draft):
     keys = split_rows(rng, self.tree.depth)
 
     def step(last_token, key):
-      guess, q = sample_logits(key, jnp.log(self._weights(params, last_token)), self.sampling)
-      return guess, (guess, q)
+      draft_token, q = sample_logits(key, jnp.log(self._weights(params, last_token)), self.sampling)
+      return draft_token, (draft_token, q)
 
-    _, (guesses, q) = lax.scan(step, context.last_token, keys)
-    return Proposal(guesses.swapaxes(0, 1), q.swapaxes(0, 1)), state
+    _, (draft_tokens, q) = lax.scan(step, context.last_token, keys)
+    return Proposal(draft_tokens.swapaxes(0, 1), q.swapaxes(0, 1)), state
 
   def _weights(self, ngrams: Ngrams, last_token: Int[Array, " B"]) -> Float[Array, "B V"]:
-    """Return the counts from which the token after `last_token` is sampled."""
     shape = len(last_token), self.vocab_size
     unigrams = jnp.broadcast_to(ngrams.unigrams.astype(jnp.float32), shape)
     if self.order == 1:

@@ -15,8 +15,7 @@ from jax import Array
 from jaxtyping import Float, Int
 
 from specdec_jax.core.trees import NodeLayout
-from specdec_jax.core.types import Model
-from specdec_jax.core.wrappers import WrappedModel
+from specdec_jax.core.types import Model, WrappedModel
 from specdec_jax.data.vocabulary import PAD_ID, Vocabulary
 from specdec_jax.errors import InputError
 from specdec_jax.models.layers import MASKED
@@ -27,12 +26,9 @@ _UNKNOWN = {"<unk>", "[UNK]"}
 
 
 class OtherVocabularyParams(NamedTuple):
-  """Parameters of an `OtherVocabularyModel`: those of its model, and tables of tokens.
-
-  V is the size of the target's vocabulary. The entries are tokens of the draft's vocabulary.
+  """Parameters of an `OtherVocabularyModel`: those of its model, and tables for its V tokens.
 
   Attributes:
-    model: parameters of the wrapped model.
     partners: for each token, the draft token with the same piece; -1 if there is none.
     inputs: for each token, the draft token that the model processes in its place.
     spellings: for each token, the draft tokens that replace it in a prompt, then -1.
@@ -48,15 +44,9 @@ class OtherVocabularyParams(NamedTuple):
 class OtherVocabularyModel(WrappedModel):
   """Model that takes and predicts tokens of the target, and runs a model with other tokens.
 
-  Its parameters are `OtherVocabularyParams`. The logits of tokens without a partner are masked. In
-  the text, a token without a partner is replaced by one draft token, so that the positions of both
-  models are the same. In the prompt of an encoder-decoder, it is replaced by as many draft tokens
-  as its text needs.
-
-  Attributes:
-    model: the wrapped model, with its own vocabulary.
-    target: the target, whose vocabulary this model has.
-    pad_id: token that pads prompts of the wrapped model.
+  The logits of tokens without a partner are masked. In the text, a token without a partner is
+  replaced by one draft token, so that the positions of both models are the same. In the prompt of
+  an encoder-decoder, it is replaced by as many draft tokens as its text needs.
   """
 
   target: Model
@@ -126,18 +116,8 @@ def other_vocabulary_params(
   different types, if they have the same text inside a text. If several tokens have the same text,
   only the first one has a partner. A token without a partner is spelled with as few draft tokens as
   possible. If it cannot be spelled, it becomes the unknown token, or the start token if there is no
-  unknown token. `inputs` has the last token of each spelling.
-
-  Args:
-    params: parameters of the model.
-    target: vocabulary of the target.
-    draft: vocabulary of the model.
-    has_encoder: whether the models are encoder-decoders. Prompts of decoder-only models, which are
-      part of the text, are translated token by token.
-    starts: start tokens of the texts of two encoder-decoders: of the target, and of the draft.
-
-  Raises:
-    InputError: the vocabularies have no piece in common.
+  unknown token. `inputs` has the last token of each spelling. `starts` are the start tokens of
+  texts of the target and of the draft if they are encoder-decoders.
   """
   pads, text_starts = (target.pad_id, draft.pad_id), (target.start_id, draft.start_id)
   roles = dict([pads if has_encoder else text_starts])
@@ -183,7 +163,6 @@ def other_vocabulary_params(
 
 
 def _ids(names: list[str], special: Iterable[int]) -> dict[str, int]:
-  """Return the first id of each name, without empty names and the ids of special tokens."""
   skipped = {*special}
   ids: dict[str, int] = {}
   for i, name in enumerate(names):

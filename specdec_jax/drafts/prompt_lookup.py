@@ -11,7 +11,7 @@ from jaxtyping import Int, Key
 from specdec_jax.core.arrays import gather
 from specdec_jax.core.sampling import Sampling
 from specdec_jax.core.trees import AnyTree, Tree, require_static
-from specdec_jax.core.types import Context, Draft, DraftSpec, Loaded, Proposal
+from specdec_jax.core.types import Context, Draft, DraftOptions, DraftSpec, Loaded, Proposal
 from specdec_jax.errors import require_count
 from specdec_jax.models.t5 import PAD_ID
 
@@ -25,7 +25,7 @@ def prompt_lookup(
   """Return a draft that uses prompt lookup; see `PromptLookupDraft`."""
   vocab_size = len(target.vocabulary)
 
-  def build(sampling: Sampling, tree: AnyTree) -> PromptLookupDraft:
+  def build(sampling: Sampling, tree: AnyTree, options=DraftOptions()) -> PromptLookupDraft:
     return PromptLookupDraft(vocab_size, tree, max_ngram, tokens_per_match, from_start)
 
   limit = "" if tokens_per_match is None else f"x{tokens_per_match}"
@@ -54,17 +54,11 @@ class PromptLookupDraft(Draft):
   proposed if the last tokens of the prompt occur again.
 
   Attributes:
-    vocab_size: size of the vocabulary, V.
-    tree: a static tree.
     max_ngram: maximum number of tokens of a match.
     tokens_per_match: maximum number of draft tokens per token of the match, so that a longer match
       is continued for longer (SuffixDecoding; Oliaro et al., 2024); None for no limit.
     from_start: whether the first round proposes the first tokens of the prompt, for an
       encoder-decoder whose output resembles its source (aggressive decoding; Sun et al., 2021).
-
-  Raises:
-    InputError: the tree is dynamic, it has no draft tokens, or `max_ngram` or `tokens_per_match` is
-      not a positive integer.
   """
 
   vocab_size: int
@@ -87,10 +81,7 @@ class PromptLookupDraft(Draft):
     num_slots, length = tokens.shape[1], context.length[:, None]
 
     def match_length(text: Int[Array, "B T"]) -> Int[Array, "B T"]:
-      """Return the length of the longest suffix of the committed tokens that ends at each position.
-
-      It is at most `max_ngram`.
-      """
+      """Return the length, up to `max_ngram`, of the longest suffix that ends at each position."""
       count, is_match = jnp.zeros(text.shape, jnp.int32), True
       for n in range(self.max_ngram):
         earlier = jnp.pad(text, ((0, 0), (n, 0)), constant_values=-1)[:, : text.shape[1]]
@@ -125,17 +116,13 @@ class PromptLookupDraft(Draft):
       branches.append(jnp.where(is_proposed & (copied < self.vocab_size), copied, PAD_ID))
     if tree.is_chain:
       return Proposal(branches[0]), state
-    branch = _branch_of_guess(tree)
+    branch = _branch_of_draft_token(tree)
     tokens = jnp.stack(branches, axis=1)[:, np.maximum(branch, 0), tree.depths[1:] - 1]
     return Proposal(jnp.where(branch < 0, PAD_ID, tokens)), state
 
 
-def _branch_of_guess(tree: Tree) -> np.ndarray:
-  """Return the branch of each draft token; -1 if it is on no branch.
-
-  A branch consists of a child of the last committed token and the path of first children below it.
-  Its number is the rank of that child among its siblings.
-  """
+def _branch_of_draft_token(tree: Tree) -> np.ndarray:
+  """Return the rank of the root's child whose first children lead to each draft token, or -1."""
   branches: list[int] = []
   for parent, rank in zip(tree.parents, tree.ranks.tolist()):
     branches.append(rank if parent == 0 else branches[parent - 1] if rank == 0 else -1)

@@ -1,10 +1,8 @@
-"""Draft recycling: rejected draft tokens are proposed again after the correction (SpecASR).
+"""Recycling: rejected draft tokens are proposed again after the correction (arXiv 2507.18181).
 
-A rejection discards the draft tokens after the rejected one. The source of an encoder-decoder
-determines most of the text, so these tokens are often right after the correction. They are proposed
-once more in the next round, as a second branch of its tree.
-
-Source: SpecASR (arXiv 2507.18181).
+In SpecASR, a rejection discards the draft tokens after the rejected one. The source of an
+encoder-decoder determines most of the text, so these tokens are often right after the correction.
+They are proposed once more in the next round, as a second branch of its tree.
 """
 
 import dataclasses
@@ -17,20 +15,14 @@ from jaxtyping import Float, Int, Key
 
 from specdec_jax.core.arrays import gather, take
 from specdec_jax.core.trees import Tree, chain, require_chain
-from specdec_jax.core.types import Context, Draft, Outcome, Proposal
-from specdec_jax.core.wrappers import WrappedDraft
-from specdec_jax.drafts.forest import concatenated, joined_at_root
-from specdec_jax.errors import InputError, require_count
+from specdec_jax.core.types import Context, Outcome, Proposal, WrappedDraft
+from specdec_jax.drafts.several import concatenated, joined_at_root, require_joinable
+from specdec_jax.errors import require_count
 from specdec_jax.models.t5 import PAD_ID
 
 
 class RecyclingState(NamedTuple):
-  """State of a `RecyclingDraft`.
-
-  Attributes:
-    draft: state of the wrapped draft.
-    recycled: tokens of the last round's proposal to propose again; PAD_ID if there are none left.
-  """
+  """State of the wrapped draft, and the tokens of the last round to propose again, or PAD_ID."""
 
   draft: Any
   recycled: Int[Array, "B recycled"]
@@ -42,42 +34,35 @@ class RecyclingDraft(WrappedDraft):
 
   Its tree has two branches: the chain of the wrapped draft, and the recycled tokens (`realigned`).
   Recycled tokens are selected deterministically. Like the drafts of a `ForestDraft`, the wrapped
-  draft does not receive the outcome of verification, and a draft with a cache starts each round
-  with a forward pass over the tokens that the last round may have committed.
+  draft does not receive the outcome of verification, so its `DraftOptions.reread` covers the tokens
+  that a round may commit.
 
   Attributes:
-    draft: wrapped draft, which proposes a chain.
     num_recycled: maximum number of recycled tokens; at most gamma - 1 tokens follow a rejected one.
-    vocab_size: size of the vocabulary, V.
-
-  Raises:
-    InputError: the tree of the wrapped draft is not a chain, num_recycled is not an integer of at
-      least 0, or (in `init`) the wrapped draft may stop early.
   """
 
   num_recycled: int
   vocab_size: int
   depends_on_outcomes = True
+  independent_siblings = False
 
   def __post_init__(self):
     require_chain("a draft that recycles tokens", self.draft.tree)
+    require_joinable(self.draft)
     require_count("num_recycled", self.num_recycled, 0)
 
   @property
   def tree(self) -> Tree:  # type: ignore[override]
     return self._tree_and_order[0]
 
-  def with_reread(self, num_tokens: int) -> "RecyclingDraft":
-    raise InputError("A draft that recycles tokens cannot be one of several.")
-
   def init(self, params: Any, context: Context, hidden: Float[Array, "B C E"]) -> RecyclingState:
     recycled = jnp.full((len(context.tokens), self.num_recycled), PAD_ID)
-    return RecyclingState(self._rereading_draft.init(params, context, hidden), recycled)
+    return RecyclingState(self.draft.init(params, context, hidden), recycled)
 
   def propose(
-    self, params: Any, state: RecyclingState, context: Context, rng: Key[Array, " B *depths"]
+    self, params: Any, state: RecyclingState, context: Context, rng: Key[Array, " B"]
   ) -> tuple[Proposal, RecyclingState]:
-    proposal, draft_state = self._rereading_draft.propose(params, state.draft, context, rng)
+    proposal, draft_state = self.draft.propose(params, state.draft, context, rng)
     tokens, q = concatenated((proposal, Proposal(state.recycled)), self.vocab_size)
     order = self._tree_and_order[1]
     joined = Proposal(take(tokens, order), None if q is None else take(q, order))
@@ -90,10 +75,6 @@ class RecyclingDraft(WrappedDraft):
     return state._replace(recycled=recycled)
 
   @property
-  def _rereading_draft(self) -> Draft:
-    return self.draft.with_reread(self.tree.depth + 1)
-
-  @property
   def _tree_and_order(self) -> tuple[Tree, list[int]]:
     return joined_at_root([chain(self.draft.tree.depth), chain(self.num_recycled)])
 
@@ -104,17 +85,11 @@ def realigned(
   correction: Int[Array, " B"],
   count: int,
 ) -> Int[Array, "B count"]:
-  """Return the tokens of a chain that may follow the text after a round.
+  """Return up to `count` tokens of a chain that may follow the text after a round, then PAD_ID.
 
   The round emitted n tokens and then the correction, which replaces token n + 1 of the chain. If
   the correction occurs later in the chain, the tokens between them are taken to be superfluous, and
   the result starts after its first occurrence. Otherwise it starts with token n + 2.
-
-  Args:
-    chain_tokens: the chain x_1, ..., x_gamma.
-    num_accepted: n.
-    correction: the token after the accepted ones.
-    count: number of tokens to return, padded with PAD_ID.
   """
   gamma = chain_tokens.shape[1]
   is_correction = chain_tokens == correction[:, None]

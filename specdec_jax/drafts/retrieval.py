@@ -25,7 +25,7 @@ from specdec_jax.core.arrays import gather, gather_token
 from specdec_jax.core.atomic_files import atomic_write
 from specdec_jax.core.sampling import Sampling
 from specdec_jax.core.trees import AnyTree, DynamicTree, Tree
-from specdec_jax.core.types import Context, Draft, DraftSpec, Loaded, Proposal
+from specdec_jax.core.types import Context, Draft, DraftOptions, DraftSpec, Loaded, Proposal
 from specdec_jax.data.text import read_lines
 from specdec_jax.data.vocabulary import Vocabulary
 from specdec_jax.errors import InputError, require_count
@@ -37,8 +37,7 @@ REACH = 32  # number of tokens by which places are sorted
 class Datastore(NamedTuple):
   """Suffix array of texts, each with its start token.
 
-  A datastore with room for more texts has unused tokens, which are -1. The places of unused tokens
-  come before all others.
+  A datastore with room for more texts has unused tokens, which are -1. Their places come first.
 
   Attributes:
     tokens: the tokens of all texts, padded to M tokens with -1, and then REACH entries of -1.
@@ -59,19 +58,14 @@ def retrieval(
 ) -> DraftSpec:
   """Return a draft that retrieves from a text file, which has one output of the task per line.
 
-  Without a capacity, the datastore is cached in the directory of JAX's compilation cache, if that
-  cache is enabled.
+  Without a capacity, the datastore is cached in JAX's compilation cache directory, if enabled.
 
   Args:
-    target: the target.
     path: path of the text file; None for an empty datastore, which needs a capacity.
-    max_context: see `RetrievalDraft`.
-    num_matches: see `RetrievalDraft`.
-    tokens_per_match: see `RetrievalDraft`.
-    capacity: see `build_datastore`.
-
-  Raises:
-    InputError: capacity is not a positive integer, or there are neither texts nor a capacity.
+    max_context: maximum number of tokens of the suffix that is looked up.
+    num_matches: maximum number of continuations in the trie.
+    tokens_per_match: maximum length of a continuation per token of the suffix; None for no limit.
+    capacity: number of tokens that the datastore has room for; see `build_datastore`.
   """
   vocabulary = target.vocabulary
   if path is not None and capacity is None:
@@ -80,7 +74,7 @@ def retrieval(
     lines = [] if path is None else read_lines(path)
     store = build_datastore(map(vocabulary.encode, lines), vocabulary.start_id, capacity)
 
-  def build(sampling: Sampling, tree: AnyTree) -> RetrievalDraft:
+  def build(sampling: Sampling, tree: AnyTree, options=DraftOptions()) -> RetrievalDraft:
     return RetrievalDraft(tree, max_context, num_matches, tokens_per_match)
 
   limit = "" if tokens_per_match is None else f" x{tokens_per_match}"
@@ -88,10 +82,7 @@ def retrieval(
 
 
 def cached_datastore(vocabulary: Vocabulary, path: str) -> Datastore:
-  """Return the datastore of a text file: read it from the cache, if it is there, or build it.
-
-  A new datastore is written to the cache, if JAX's compilation cache is enabled.
-  """
+  """Return the datastore of a text file, from the cache if JAX's compilation cache is enabled."""
   lines = read_lines(path)
   cache = getattr(jax.config, "jax_compilation_cache_dir", None)
   contents = "\n".join([str(REACH), vocabulary.fingerprint(), *lines])
@@ -113,16 +104,10 @@ def cached_datastore(vocabulary: Vocabulary, path: str) -> Datastore:
 def build_datastore(
   rows: Iterable[Sequence[int]], start_id: int = PAD_ID, capacity: int | None = None
 ) -> Datastore:
-  """Build the datastore of texts.
+  """Build the datastore of texts, given as token ids with EOS and without a start token.
 
-  Args:
-    rows: token ids of each text, with EOS and without a start token.
-    start_id: token before each text.
-    capacity: M, the number of tokens that the datastore has room for. If the texts have more
-      tokens, only the last M tokens are kept. By default it is the number of tokens of the texts.
-
-  Raises:
-    InputError: capacity is not a positive integer, or there are neither texts nor a capacity.
+  `capacity` is M, the number of tokens that there is room for, by default that of the texts. Only
+  the last M tokens are kept.
   """
   if capacity is not None:
     require_count("capacity", capacity)
@@ -133,15 +118,10 @@ def build_datastore(
 def with_texts(
   store: Datastore, rows: Iterable[Sequence[int]], start_id: int = PAD_ID
 ) -> Datastore:
-  """Return a datastore of the same capacity that also has other texts.
+  """Return a datastore of the same capacity that also has other texts; see `build_datastore`.
 
   Its arrays have the shapes of `store`, so it needs no new compilation. If there is not enough room
   for all tokens, the first ones are dropped. All tokens are sorted again, on the host.
-
-  Args:
-    store: the datastore.
-    rows: token ids of each new text, with EOS and without a start token.
-    start_id: token before each text.
   """
   tokens = np.asarray(store.tokens)
   text = np.concatenate([tokens[tokens >= 0], _joined(rows, start_id)])
@@ -149,12 +129,10 @@ def with_texts(
 
 
 def _joined(rows: Iterable[Sequence[int]], start_id: int) -> np.ndarray:
-  """Return the tokens of all texts, each with its start token."""
   return np.concatenate([[], *([start_id, *row] for row in rows)]).astype(np.int32)
 
 
 def _sorted_places(text: np.ndarray, capacity: int) -> Datastore:
-  """Return the datastore of the last `capacity` tokens of a text."""
   if not capacity:
     raise InputError("The rows to look up hold no tokens.")
   text = text[-capacity:]
@@ -169,9 +147,8 @@ class _Trie(NamedTuple):
   """Trie of continuations, which are in sorted order.
 
   Attributes:
-    tokens: tokens of each continuation.
     leader: for each token, index of the first continuation that is equal up to and including that
-      token. It represents the node of the trie that the token belongs to.
+      token. It represents the node of the trie.
     counts: number of continuations that pass through a node, at its leader; 0 elsewhere.
   """
 
@@ -189,17 +166,12 @@ class RetrievalDraft(Draft):
   frequent children; missing tokens are PAD_ID. All tokens are selected deterministically.
 
   Attributes:
-    tree: a static or a dynamic tree.
-    max_context: maximum number of tokens of the suffix that is looked up.
+    max_context: maximum number of tokens of the suffix that is looked up. The sum of it and the
+      depth of the tree is at most REACH.
     num_matches: maximum number of continuations that form the trie. If there are more, they are
       subsampled at even intervals.
     tokens_per_match: maximum length of a continuation per token of the suffix, so that a longer
       match is continued for longer (SuffixDecoding; Oliaro et al., 2024); None for no limit.
-
-  Raises:
-    InputError: max_context, num_matches, tokens_per_match or the depth of the tree is not a
-      positive integer, the sum of max_context and the depth exceeds REACH, or the tree needs more
-      continuations than num_matches.
   """
 
   tree: AnyTree
@@ -219,7 +191,7 @@ class RetrievalDraft(Draft):
         f"{REACH} tokens, so that they may be {REACH} together."
       )
     if isinstance(self.tree, DynamicTree):
-      most = -(-self.tree.num_guesses // depth)
+      most = -(-self.tree.num_draft_tokens // depth)
     else:
       most = self.tree.width
     if most > self.num_matches:
@@ -274,11 +246,7 @@ def _interval(
 ) -> tuple[Int[Array, "B most"], Int[Array, "B most"]]:
   """Return, by bisection, the interval [low, high) of `store.places` in which each suffix occurs.
 
-  Args:
-    store: the datastore.
-    suffixes: suffixes of the committed tokens. Row n - 1 holds the last n tokens, and then
-      arbitrary tokens.
-    is_token: whether each entry of a row belongs to the suffix.
+  Row n - 1 of `suffixes` holds the last n tokens, where `is_token` is True.
   """
   passes_equal = jnp.array([False, True])  # the upper bound is past the places that are equal
   size = len(store.places)
@@ -302,7 +270,6 @@ def _interval(
 
 
 def _most_frequent_nodes(trie: _Trie, tree: DynamicTree) -> Proposal:
-  """Return the most frequent nodes of the trie, as a dynamic tree."""
   batch, num_matches, depth = trie.counts.shape
 
   def by_level(field: Int[Array, "B matches D"]) -> Int[Array, "B nodes"]:
@@ -310,7 +277,7 @@ def _most_frequent_nodes(trie: _Trie, tree: DynamicTree) -> Proposal:
 
   # A node is at most as frequent as its parent, and `top_k` takes the first of equal counts.
   # Therefore the parents of selected nodes are selected too.
-  selected = jnp.sort(lax.top_k(by_level(trie.counts), tree.num_guesses)[1], axis=1)  # [B, N]
+  selected = jnp.sort(lax.top_k(by_level(trie.counts), tree.num_draft_tokens)[1], axis=1)  # [B, N]
   parent_level = jnp.arange(-1, depth - 1) * num_matches  # first index of the level of the parent
   parents = parent_level + jnp.pad(trie.leader, ((0, 0), (0, 0), (1, 0)))[..., :depth]
   parent_nodes = 1 + jax.vmap(jnp.searchsorted)(selected, gather(by_level(parents), selected))
@@ -321,9 +288,8 @@ def _most_frequent_nodes(trie: _Trie, tree: DynamicTree) -> Proposal:
 
 
 def _most_frequent_children(trie: _Trie, tree: Tree) -> Int[Array, "B N"]:
-  """Return the most frequent children of each node of a static tree, most frequent first."""
   batch, num_matches, _ = trie.counts.shape
-  guesses, parent_level = [], 0
+  draft_tokens, parent_level = [], 0
   through_node = jnp.ones((batch, 1, num_matches), bool)  # for each node of a level
   for level, (first, end) in enumerate(tree.levels):
     parents = np.array(tree.parents[first - 1 : end - 1]) - parent_level
@@ -332,7 +298,7 @@ def _most_frequent_children(trie: _Trie, tree: Tree) -> Int[Array, "B N"]:
     best = lax.top_k(counts, int(ranks.max()) + 1)
     count, match = (field[:, parents, ranks] for field in best)
     token = gather(trie.tokens[..., level], match)
-    guesses.append(jnp.where(count > 0, token, PAD_ID))
+    draft_tokens.append(jnp.where(count > 0, token, PAD_ID))
     through_node = (trie.leader[:, None, :, level] == match[..., None]) & (count > 0)[..., None]
     parent_level = first
-  return jnp.concatenate(guesses, axis=1)
+  return jnp.concatenate(draft_tokens, axis=1)

@@ -1,9 +1,9 @@
-"""A draft model that stops proposing tokens when it is not confident (Section 6).
+"""Drafts that stop early: a model that is not confident (Section 6), or one that has no token.
 
-The method follows SpecDec++ and AdaEDL. The probability that the model gives its most probable
-token predicts whether a draft token will be accepted. The product of these probabilities along a
-chain predicts whether verification will reach a token (experiments/gamma). The draft continues
-while that product is at least `threshold`. The decision to propose a token depends on the
+The method for a model follows SpecDec++ and AdaEDL. The probability that the model gives its most
+probable token predicts whether a draft token will be accepted. The product of these probabilities
+along a chain predicts whether verification will reach a token (experiments/gamma). The draft
+continues while that product is at least `threshold`. The decision to propose a token depends on the
 distributions of earlier draft tokens, never on the token itself, so token verification stays exact.
 """
 
@@ -15,12 +15,11 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jaxtyping import Float, Key
 
-from specdec_jax.core.arrays import split_rows
-from specdec_jax.core.trees import require_chain
-from specdec_jax.core.types import Context, Outcome, Proposal
-from specdec_jax.core.wrappers import WrappedDraft
-from specdec_jax.drafts.model import ModelDraft
-from specdec_jax.errors import require_number
+from specdec_jax.core.trees import Tree, require_chain
+from specdec_jax.core.types import Context, Outcome, Proposal, WrappedDraft
+from specdec_jax.drafts.model import ModelDraft, depth_keys, sample_next
+from specdec_jax.errors import InputError, require_number
+from specdec_jax.models.t5 import PAD_ID
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,12 +29,8 @@ class StoppingDraft(WrappedDraft):
   It proposes at least one token. A token that is not proposed is -1, and its q is 0.
 
   Attributes:
-    draft: draft of the model; its gamma is the maximum number of tokens.
     threshold: lowest product of probabilities at which the draft continues (see the module
       docstring), in [0, 1]; with threshold 0 all tokens are proposed.
-
-  Raises:
-    InputError: the tree is not a chain, or the threshold is outside [0, 1].
   """
 
   draft: ModelDraft
@@ -46,11 +41,12 @@ class StoppingDraft(WrappedDraft):
     object.__setattr__(self, "threshold", require_number("threshold", self.threshold, 0, 1))
 
   @property
-  def verify_lengths(self) -> tuple[int, ...]:  # type: ignore[override]
-    return tuple(range(1, self.tree.depth + 1))
+  def tree(self) -> Tree:  # type: ignore[override]
+    lengths = tuple(range(1, self.draft.tree.depth + 1))
+    return dataclasses.replace(self.draft.tree, verify_lengths=lengths)
 
   def propose(
-    self, params: Any, state: Any, context: Context, rng: Key[Array, " B *depths"]
+    self, params: Any, state: Any, context: Context, rng: Key[Array, " B"]
   ) -> tuple[Proposal, Any]:
     return self.propose_above(self.threshold, params, state, context, rng)
 
@@ -60,13 +56,13 @@ class StoppingDraft(WrappedDraft):
     params: Any,
     state: Any,
     context: Context,
-    rng: Key[Array, " B *depths"],
+    rng: Key[Array, " B"],
   ) -> tuple[Proposal, Any]:
     """Propose with another threshold, which may differ between rows."""
     model, gamma = self.draft.model, self.tree.depth
     logits, cache = self.draft.start_round(params, state, context)
-    keys = rng.T if self.draft.coupled else split_rows(rng, gamma)
-    first, first_q, text = self.draft.sample_next(keys[0], context, logits)
+    keys = depth_keys(self.draft.options, context, rng, gamma)
+    first, first_q, text = sample_next(self.draft, keys[0], context, logits)
     tokens = jnp.full((len(logits), gamma), -1).at[:, 0].set(first)
     q = jnp.zeros((*tokens.shape, logits.shape[-1])).at[:, 0].set(first_q)
 
@@ -75,15 +71,17 @@ class StoppingDraft(WrappedDraft):
       return (num_proposed < gamma) & (reach_probability >= threshold).any()
 
     def step(carry):
-      num_proposed, cache, guess, reach_probability, text, tokens, q = carry
-      logits, _, cache = model.extend(params, cache, guess[:, None], self.tree, num_proposed)
+      num_proposed, cache, draft_token, reach_probability, text, tokens, q = carry
+      logits, _, cache = model.extend(params, cache, draft_token[:, None], self.tree, num_proposed)
       after = context._replace(tokens=text, length=context.length + num_proposed)
-      guess, guess_q, text = self.draft.sample_next(keys[num_proposed], after, logits[:, 0])
+      draft_token, draft_token_q, text = sample_next(
+        self.draft, keys[num_proposed], after, logits[:, 0]
+      )
       continues = reach_probability >= threshold
-      tokens = tokens.at[:, num_proposed].set(jnp.where(continues, guess, -1))
-      q = q.at[:, num_proposed].set(jnp.where(continues[:, None], guess_q, 0.0))
+      tokens = tokens.at[:, num_proposed].set(jnp.where(continues, draft_token, -1))
+      q = q.at[:, num_proposed].set(jnp.where(continues[:, None], draft_token_q, 0.0))
       reach_probability = reach_probability * confidence(logits[:, 0])
-      return num_proposed + 1, cache, guess, reach_probability, text, tokens, q
+      return num_proposed + 1, cache, draft_token, reach_probability, text, tokens, q
 
     carry = jnp.ones((), jnp.int32), cache, first, confidence(logits), text, tokens, q
     _, cache, *_, tokens, q = lax.while_loop(any_row_continues, step, carry)
@@ -91,13 +89,7 @@ class StoppingDraft(WrappedDraft):
 
 
 class AdaptiveState(NamedTuple):
-  """State of an `AdaptiveStoppingDraft`.
-
-  Attributes:
-    inner: state of the wrapped draft.
-    threshold: current threshold of each row.
-    rate: recent acceptance rate of each row.
-  """
+  """State of the draft, and the current threshold and recent acceptance rate of each row."""
 
   inner: Any
   threshold: Float[Array, " B"]
@@ -116,9 +108,6 @@ class AdaptiveStoppingDraft(StoppingDraft):
     goal: acceptance rate to keep, in [0, 1].
     step: change of the threshold per round, in [0, 1].
     memory: weight of the earlier rounds in the moving average, in [0, 1].
-
-  Raises:
-    InputError: the tree is not a chain, or a number is outside [0, 1].
   """
 
   goal: float = 0.7
@@ -137,7 +126,7 @@ class AdaptiveStoppingDraft(StoppingDraft):
     return AdaptiveState(inner, self.threshold * rows, self.goal * rows)
 
   def propose(
-    self, params: Any, state: AdaptiveState, context: Context, rng: Key[Array, " B *depths"]
+    self, params: Any, state: AdaptiveState, context: Context, rng: Key[Array, " B"]
   ) -> tuple[Proposal, AdaptiveState]:
     threshold = state.threshold
     proposal, inner = self.propose_above(threshold, params, state.inner, context, rng)
@@ -150,6 +139,36 @@ class AdaptiveStoppingDraft(StoppingDraft):
     threshold = state.threshold + jnp.where(rate <= self.goal, self.step, -self.step)
     inner = self.draft.observe(params, state.inner, outcome)
     return AdaptiveState(inner, jnp.clip(threshold, 0, 1), rate)
+
+
+@dataclasses.dataclass(frozen=True)
+class StopAtMissDraft(WrappedDraft):
+  """A draft that proposes a chain, which ends before the first PAD_ID of the wrapped draft.
+
+  The wrapped draft, such as prompt lookup, proposes PAD_ID where it has no token, and must not
+  sample. So gamma can be large enough to copy a match to its end, while a round in which no row has
+  a match costs only one autoregressive step. The target forward pass is compiled for chains of 0,
+  1, 2, 4, ... and gamma draft tokens.
+  """
+
+  def __post_init__(self):
+    require_chain("a draft that stops at a miss", self.draft.tree)
+
+  @property
+  def tree(self) -> Tree:  # type: ignore[override]
+    tree = require_chain("a draft that stops at a miss", self.draft.tree)
+    powers = (2**i for i in range(tree.depth.bit_length()))
+    lengths = (0, *(n for n in powers if n < tree.depth), tree.depth)
+    return dataclasses.replace(tree, verify_lengths=lengths)
+
+  def propose(
+    self, params: Any, state: Any, context: Context, rng: Key[Array, " B"]
+  ) -> tuple[Proposal, Any]:
+    proposal, state = self.draft.propose(params, state, context, rng)
+    if proposal.q is not None:
+      raise InputError("A draft that stops at a miss must select its tokens, and this one samples.")
+    before_miss = jnp.cumprod(proposal.tokens != PAD_ID, axis=1) > 0
+    return Proposal(jnp.where(before_miss, proposal.tokens, -1)), state
 
 
 def confidence(logits: Float[Array, "*batch V"]) -> Float[Array, "*batch"]:

@@ -10,14 +10,14 @@ from jaxtyping import Int, Key
 
 from specdec_jax.core.sampling import Sampling
 from specdec_jax.core.trees import AnyTree, require_static
-from specdec_jax.core.types import Context, Draft, DraftSpec, Loaded, Proposal
+from specdec_jax.core.types import Context, Draft, DraftOptions, DraftSpec, Loaded, Proposal
 
 
 def uniform(target: Loaded) -> DraftSpec:
   """Return a draft that samples uniformly from the vocabulary of a target."""
   vocab_size = len(target.vocabulary)
 
-  def build(sampling: Sampling, tree: AnyTree) -> UniformDraft:
+  def build(sampling: Sampling, tree: AnyTree, options=DraftOptions()) -> UniformDraft:
     return UniformDraft(vocab_size, tree)
 
   return DraftSpec("uniform", build)
@@ -25,23 +25,19 @@ def uniform(target: Loaded) -> DraftSpec:
 
 @dataclasses.dataclass(frozen=True)
 class UniformDraft(Draft):
-  """A draft that samples each token uniformly and independently, at any temperature.
-
-  Attributes:
-    vocab_size: size of the vocabulary, V.
-    tree: a static tree.
-  """
+  """A draft that samples each token of a static tree uniformly, at any temperature."""
 
   vocab_size: int
   tree: AnyTree
+  independent_siblings = True
 
   def propose(
     self, params: Any, state: Any, context: Context, rng: Key[Array, " B"]
   ) -> tuple[Proposal, Any]:
-    num_guesses = require_static("guessing at random", self.tree).num_guesses
+    num_draft_tokens = require_static("drafting at random", self.tree).num_draft_tokens
 
     def sample_row(key: Key[Array, ""]) -> Int[Array, " N"]:
-      return jax.random.randint(key, (num_guesses,), 0, self.vocab_size)
+      return jax.random.randint(key, (num_draft_tokens,), 0, self.vocab_size)
 
     tokens = jax.vmap(sample_row)(rng)
     return Proposal(tokens, jnp.full((*tokens.shape, self.vocab_size), 1 / self.vocab_size)), state

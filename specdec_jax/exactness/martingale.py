@@ -1,50 +1,45 @@
-"""Tests of single tokens: guesses, their acceptance, and the tokens that the target samples.
+"""Martingale tests of draft tokens, their acceptance, and the tokens that the target samples.
 
-Output is exact if three conditions hold in every round:
-
-- Each guess is sampled from the q that its draft reports.
-- Each verified guess is accepted with the probability that token verification prescribes.
-- The token that replaces rejected guesses is sampled from the residual distribution, and a bonus
-  token is sampled from the target's distribution.
+Output is exact if, in every round, each draft token is sampled from the q that its draft reports,
+each verified draft token is accepted with the probability of token verification, and the next
+token is sampled from the residual distribution or, as a bonus token, from the target's.
 
 Each condition gives scores that have mean 0 and a known bound on their variance, given all earlier
-tokens. Sums of such scores are martingales. Freedman's inequality bounds how far such a sum drifts,
-for any number of tokens. The joint distribution of several tokens is tested by `dependence`.
+tokens. Sums of such scores, and of products with scores of earlier tokens, are martingales.
+Freedman's inequality bounds how far such a sum drifts, for any number of tokens. The products
+detect random numbers that are used twice, even if each token alone has the correct distribution
+(`within_rounds`, `between_rounds`).
 """
 
-import functools
 import math
-from collections.abc import Callable, Iterable, Sequence
+import operator
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 from scipy import optimize, stats
 
-MAX_WEIGHT = 50.0  # largest weight of a guess in the acceptance test over all rounds
+MAX_WEIGHT = 50.0  # largest weight of a draft token in the acceptance test over all rounds
 # Largest weight in the test of one setting. It is smaller, because a large weight loosens the
-# bound, which pays off only with many guesses.
+# bound, which pays off only with many draft tokens.
 MAX_SETTING_WEIGHT = 10.0
 MIN_PROB = 1e-4  # lower bound on probabilities in scores of log-probability
+LAGS = range(1, 17)  # distances, in tokens, between the rounds that are compared
 
 
 class Scores(NamedTuple):
   """Three scores of each sampled token, in arrays of one shape; 0 where no token was sampled.
 
-  The scores are computed as jax arrays and then converted to numpy.
-
   Attributes:
     rank: probability mass of the more probable tokens, plus half of the mass of the equally
       probable ones (including the token itself), minus 1/2.
     place: probability mass of the tokens that are earlier in the vocabulary, plus half of the
-      token's own probability, minus 1/2. If tokens are sampled by inverse transform in vocabulary
-      order, this score follows the uniform random number, so it detects shared uniforms.
-    spread: variance of `place`, which is also the variance of `rank` unless several tokens have
-      equal probabilities; the variance of `rank` is then smaller.
-    log: log-probability of the token, clipped below at log MIN_PROB, minus its mean. Apart from the
-      clipping, it is proportional to the derivative of the log-likelihood with respect to the
-      inverse temperature. It is therefore the most powerful score against a small error of the
-      temperature.
+      token's own probability, minus 1/2. It follows the uniform random number of an inverse
+      transform in vocabulary order, so it detects shared uniforms.
+    spread: variance of `place`, and upper bound on the variance of `rank`.
+    log: log-probability of the token, clipped below at log MIN_PROB, minus its mean: the most
+      powerful score against a small error of the temperature.
     log_variance: variance of `log`.
   """
 
@@ -56,20 +51,19 @@ class Scores(NamedTuple):
 
 
 class RoundScores(NamedTuple):
-  """Scores of verified guesses, and of bonus tokens, which have no guess; in arrays of one shape.
+  """Scores of verified draft tokens, and of bonus tokens, in arrays of one shape.
 
   Attributes:
-    row: number of the output, from 0.
-    slot: slot of the guess or of the bonus token in the output, from 0.
+    row: number of the output.
+    slot: slot of the draft token or of the bonus token in the output.
     start: slot at which the round began.
-    sibling: number of earlier siblings of the guess.
-    position: position of the guess in its round, from 0 (`round_scores.positions`); -1 for a bonus
-      token.
-    accepted: whether the guess was accepted.
-    probability: probability that the guess is accepted, given that its earlier siblings were not.
-    guess: scores of the guess under the q that its draft reports.
-    next: scores of the token that the target sampled in place of the guess, or as a bonus token;
-      0 if the guess was accepted or has a later sibling.
+    sibling: number of earlier siblings of the draft token.
+    position: position in the round (`round_scores.positions`); -1 for a bonus token.
+    accepted: whether the draft token was accepted.
+    probability: probability that the draft token is accepted if its earlier siblings were not.
+    draft_token: scores under the q that the draft reports.
+    next: scores of the token that the target sampled in place of the draft token, or as a bonus
+      token; 0 if the draft token was accepted or has a later sibling.
   """
 
   row: Any
@@ -79,7 +73,7 @@ class RoundScores(NamedTuple):
   position: Any
   accepted: Any
   probability: Any
-  guess: Scores
+  draft_token: Scores
   next: Scores
 
   def where(self, mask: np.ndarray) -> "RoundScores":
@@ -95,7 +89,6 @@ class Drift(NamedTuple):
   """Sum of scores, which has mean 0 if decoding is exact.
 
   Attributes:
-    sum: sum of the scores.
     variance: sum of the variances of the scores, or of upper bounds on them.
     largest: bound on the absolute value of a score.
   """
@@ -135,81 +128,59 @@ def joined(parts: Sequence[RoundScores]) -> RoundScores:
   return jax.tree.map(lambda *x: np.concatenate(x), *parts)
 
 
-def total(drifts: Iterable[Drift]) -> Drift:
-  """Return the drift of the union of several disjoint sets of scores, given the drift of each."""
-  return functools.reduce(Drift.plus, drifts)
-
-
 def acceptance_drift(scored: RoundScores, max_weight: float = MAX_WEIGHT) -> Drift:
-  """Return the drift of `accepted - probability` over all guesses, with a weight for each guess.
+  """Return the drift of `accepted - probability` over all draft tokens, weighted.
 
-  Let `a` be the acceptance probability of a guess. A bias that multiplies `a` by a constant shifts
-  the mean of the difference in proportion to `a`, and the variance of the difference is a (1 - a).
-  The most powerful weight is therefore 1 / (1 - a). It is limited to `max_weight`.
+  The most powerful weight against a bias that multiplies the acceptance probability a by a constant
+  is 1 / (1 - a), because the variance is a (1 - a). It is limited to `max_weight`.
   """
   a, weight = scored.probability, _weight(scored.probability, max_weight)
   scores = weight * (scored.accepted - a)
   return Drift(float(scores.sum()), float((weight**2 * a * (1 - a)).sum()), max_weight)
 
 
-def rank_drift(scores: Scores) -> Drift:
-  """Return the drift of the rank scores of sampled tokens."""
-  return Drift(float(scores.rank.sum()), float(scores.spread.sum()), 0.5)
-
-
-def place_drift(scores: Scores) -> Drift:
-  """Return the drift of the place scores of sampled tokens."""
-  return Drift(float(scores.place.sum()), float(scores.spread.sum()), 0.5)
-
-
-def log_drift(scores: Scores) -> Drift:
-  """Return the drift of the log-probability scores of sampled tokens."""
-  return Drift(float(scores.log.sum()), float(scores.log_variance.sum()), -math.log(MIN_PROB))
-
-
-TOKEN_DRIFTS: dict[str, Callable[[Scores], Drift]] = {
-  "rank": rank_drift,
-  "place": place_drift,
-  "log-probability": log_drift,
+# Fields in `Scores` of each kind of score, and the bound on its absolute value.
+TOKEN_SCORES = {
+  "rank": ("rank", "spread", 0.5),
+  "place": ("place", "spread", 0.5),
+  "log-probability": ("log", "log_variance", -math.log(MIN_PROB)),
 }
 
 
+def token_drift(scores: Scores, kind: str) -> Drift:
+  """Return the drift of the scores of sampled tokens, of a kind in TOKEN_SCORES."""
+  score, variance, largest = TOKEN_SCORES[kind]
+  return Drift(float(getattr(scores, score).sum()), float(getattr(scores, variance).sum()), largest)
+
+
 def drifts(scored: RoundScores, count: int) -> dict[str, list[Drift]]:
-  """Return the drifts of one setting by name.
+  """Return the drifts of one setting by name, per position or for all positions.
 
-  Acceptance, ranks of guesses and ranks of next tokens have one drift per position. Ranks of next
-  tokens have one more drift, for bonus tokens. Each of the other lists has a single drift, which
-  covers all positions.
-
-  Args:
-    scored: scores of the setting.
-    count: number of positions in a round (`round_scores.positions`); for a chain, it is gamma.
+  `count` is the number of positions in a round (`round_scores.positions`), gamma for a chain. Ranks
+  of next tokens have one more drift, for bonus tokens.
   """
   at = [scored.at(i) for i in range(count)]
   return {
     "all acceptance": [acceptance_drift(joined(at), MAX_SETTING_WEIGHT)],
     "acceptance": [acceptance_drift(x, MAX_SETTING_WEIGHT) for x in at],
-    "guesses": [rank_drift(x.guess) for x in at],
-    "guesses' log-probability": [log_drift(scored.guess)],
-    "next tokens": [rank_drift(x.next) for x in (*at, scored.at(-1))],
-    "next tokens' log-probability": [log_drift(scored.next)],
+    "draft_tokens": [token_drift(x.draft_token, "rank") for x in at],
+    "draft tokens' log-probability": [token_drift(scored.draft_token, "log-probability")],
+    "next tokens": [token_drift(x.next, "rank") for x in (*at, scored.at(-1))],
+    "next tokens' log-probability": [token_drift(scored.next, "log-probability")],
   }
 
 
 def detectable_bias(
   scored: RoundScores, level: float, power: float = 0.9, max_weight: float = MAX_WEIGHT
 ) -> float:
-  """Return the smallest bias b of acceptance that the test detects with probability `power`.
+  """Return the smallest bias b of acceptance that `acceptance_drift` detects at `level`.
 
-  The test is that of `acceptance_drift` at significance level `level`. With bias b, a guess with
-  acceptance probability a is accepted with probability min(1, (1 + b) a) instead. The result is
-  infinite if the test detects no bias.
+  With bias b, the acceptance probability is min(1, (1 + b) a) instead of a. The result is infinite
+  if the test detects no bias.
   """
   a, weight = scored.probability, _weight(scored.probability, max_weight)
-  critical, deviations = (
-    acceptance_drift(scored, max_weight).critical(level),
-    stats.norm.isf(1 - power),
-  )
+  critical = acceptance_drift(scored, max_weight).critical(level)
+  deviations = stats.norm.isf(1 - power)
 
   def beyond(bias: float) -> float:
     biased = np.minimum(1, (1 + bias) * a)
@@ -222,13 +193,11 @@ def detectable_bias(
 def detectable_temperature(scores: Scores, level: float, power: float = 0.9) -> float:
   """Return the smallest relative error b of the temperature that the test detects.
 
-  The test is that of `log_drift` at significance level `level`. It detects a temperature of 1 - b
-  times the correct one with probability `power`. Such a temperature multiplies log-probabilities by
-  1 / (1 - b). To first order in b, this moves the mean of each score by b / (1 - b) times the
-  variance of the score, and by more if the score is clipped at log MIN_PROB. The result is infinite
-  if all scores have variance 0.
+  A temperature of 1 - b times the correct one multiplies log-probabilities by 1 / (1 - b). To first
+  order, this moves the mean of each log-probability score by b / (1 - b) times its variance. The
+  result is infinite if all scores have variance 0.
   """
-  drift, deviations = log_drift(scores), stats.norm.isf(1 - power)
+  drift, deviations = token_drift(scores, "log-probability"), stats.norm.isf(1 - power)
   if not drift.variance:
     return math.inf
   tilt = (drift.critical(level) + deviations * math.sqrt(drift.variance)) / drift.variance
@@ -237,3 +206,115 @@ def detectable_temperature(scores: Scores, level: float, power: float = 0.9) -> 
 
 def _weight(probability: np.ndarray, max_weight: float) -> np.ndarray:
   return 1 / np.maximum(1 - probability, 1 / max_weight)
+
+
+# Joint distributions. Each test has the name of the tokens whose scores are multiplied.
+
+_Scored = tuple[np.ndarray, np.ndarray, float]  # scores, their variances, and their bound
+
+
+def within_rounds(scored: RoundScores) -> dict[str, Drift]:
+  """Correlate scores of tokens and of acceptance with earlier scores of the same round."""
+  drafted, sampled = scored.where(scored.position >= 0), scored.where(scored.next.spread > 0)
+  first_child = drafted.where(drafted.sibling == 0)
+  opening = first_child.where(first_child.slot == first_child.start)
+  correlations: dict[str, Drift] = {}
+  for name in ("rank", "place"):
+    of = operator.attrgetter(f"draft_token.{name}")
+    follows = getattr(sampled.next, name), sampled.next.spread, 0.5
+    first = _at(opening, of(opening), sampled.row, sampled.start)
+    rejected = _at(drafted, of(drafted), sampled.row, sampled.slot)
+    is_bonus = sampled.position < 0
+    last = np.where(is_bonus, _before(drafted, of(drafted), sampled), rejected)
+    before = _before(first_child, of(first_child), first_child)
+    draft_tokens = of(first_child), first_child.draft_token.spread, 0.5
+    for what, later, earlier in (
+      ("next token with the round's first draft token", follows, first),
+      ("next token with the last verified draft token", follows, last),
+      ("draft token with the draft token before", draft_tokens, before),
+      ("acceptance with its draft token", _acceptance(drafted), of(drafted)),
+    ):
+      correlations[f"{what}, by {name}"] = _product(later, earlier, 0.5)
+  later = _acceptance(first_child)
+  before = _before(first_child, later[0], first_child)
+  correlations["acceptance with the acceptance before"] = _product(later, before, 1.0)
+  return correlations
+
+
+def between_rounds(scored: RoundScores, lags: range = LAGS) -> dict[str, Drift]:
+  """Correlate scores at a given distance in an output, and scores of neighboring outputs.
+
+  The distance is that between the starts of two rounds, for draft tokens at the same position,
+  their acceptance, and next tokens. For any two draft tokens that are first children, it is that
+  between their slots. In neighboring outputs (consecutive rows), it is 0.
+  """
+  correlations: dict[str, Drift] = {}
+  for name, score, variance, largest in [*_grids(scored)]:
+    for lag in lags:
+      if lag < score.shape[1]:
+        later = score[:, lag:], variance[:, lag:], largest
+        correlations[f"{name} {lag} tokens apart"] = _product(later, score[:, :-lag], largest)
+    later = score[1:], variance[1:], largest
+    correlations[f"{name} of neighboring outputs"] = _product(later, score[:-1], largest)
+  return correlations
+
+
+def _grids(scored: RoundScores) -> Iterator[tuple[str, np.ndarray, np.ndarray, float]]:
+  """Yield name, scores [rows, slots, columns], variances and bound of each kind of scores.
+
+  Arrays are 0 where nothing was sampled. A column is a position in a round, or there is only one.
+  """
+  drafted, sampled = scored.where(scored.position >= 0), scored.where(scored.next.spread > 0)
+  first_child = drafted.where(drafted.sibling == 0)
+  shape = int(scored.row.max() - scored.row.min()) + 1, int(scored.slot.max()) + 1
+
+  def put(part: RoundScores, slot: np.ndarray, columns: Any, score: Any, variance: Any) -> Any:
+    whole = np.zeros((2, *shape, int(np.max(columns, initial=0)) + 1))
+    row = (part.row - scored.row.min()).astype(int)
+    whole[:, row, slot.astype(int), np.asarray(columns).astype(int)] = score, variance
+    return whole
+
+  for name in ("rank", "place"):
+    for what, part, scores, slot, columns in (
+      ("draft tokens of rounds", drafted, drafted.draft_token, drafted.slot, drafted.position),
+      ("any draft tokens", first_child, first_child.draft_token, first_child.slot, 0),
+      ("next tokens of rounds", sampled, sampled.next, sampled.start, 0),
+    ):
+      yield (
+        f"{what}, by {name},",
+        *put(part, slot, columns, getattr(scores, name), scores.spread),
+        0.5,
+      )
+  score, variance, largest = _acceptance(drafted)
+  yield (
+    "acceptance in rounds",
+    *put(drafted, drafted.slot, drafted.position, score, variance),
+    largest,
+  )
+
+
+def _acceptance(scored: RoundScores) -> _Scored:
+  a = scored.probability
+  return scored.accepted - a, a * (1 - a), 1.0
+
+
+def _at(scored: RoundScores, values: np.ndarray, row: np.ndarray, slot: np.ndarray) -> np.ndarray:
+  """Return the value of the last draft token at each given row and slot, or 0 if there is none."""
+  if not len(scored.row):
+    return np.zeros(len(row))
+  first, width = scored.row.min(), int(max(scored.slot.max(), slot.max(initial=0))) + 2
+  table = np.zeros((int(max(scored.row.max(), row.max(initial=first)) - first) + 1, width))
+  table[(scored.row - first).astype(int), scored.slot.astype(int)] = values
+  return table[np.maximum(row - first, 0).astype(int), slot.astype(int)] * (row >= first)
+
+
+def _before(scored: RoundScores, values: np.ndarray, later: RoundScores) -> np.ndarray:
+  """Return the value of the draft token before each token of `later`; 0 where a round starts."""
+  return _at(scored, values, later.row, later.slot - 1) * (later.slot > later.start)
+
+
+def _product(later: _Scored, earlier: np.ndarray, bound: float) -> Drift:
+  score, variance, largest = later
+  return Drift(
+    float((score * earlier).sum()), float((variance * earlier**2).sum()), largest * bound
+  )

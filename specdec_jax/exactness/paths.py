@@ -23,18 +23,18 @@ from specdec_jax.pair import Pair
 
 
 class Plans(NamedTuple):
-  """Plans for placing a text on one path of a tree with N guesses and depth D.
+  """Plans for placing a text on one path of a tree with N draft tokens and depth D.
 
   A plan consists of a shape of the tree and the leaf at which the path ends.
 
   Attributes:
-    parents: [plans, N], parent of each guess.
-    depths: [plans, N], depth of each guess; children of the root have depth 1.
-    offsets: [plans, N], number that is added to the text's token at the depth of each guess; 0 for
-      guesses on the path.
+    parents: [plans, N].
+    depths: [plans, N]; children of the root have depth 1.
+    offsets: [plans, N], number that is added to the text's token at the depth of each draft token;
+      0 for draft tokens on the path.
     paths: [plans, leaves, D], nodes below the root on the path to each leaf. The path with the text
       is first. Entries past a leaf are 0, and so are the paths of leaves that a shape lacks.
-    lengths: [plans], number of guesses on the path with the text.
+    lengths: [plans], number of draft tokens on the path with the text.
   """
 
   parents: np.ndarray
@@ -44,7 +44,7 @@ class Plans(NamedTuple):
   lengths: np.ndarray
 
   def tokens(self, plan: Array, text: Array, vocab_size: int) -> Array:
-    """Return the guesses [B, N], given the plan number [B] and next tokens [B, D] of each row."""
+    """Return draft tokens [B, N], given the plan number [B] and next tokens [B, D] of each row."""
     text_tokens = gather(text, jnp.asarray(self.depths - 1)[plan])
     return (text_tokens + jnp.asarray(self.offsets)[plan]) % vocab_size
 
@@ -88,11 +88,9 @@ def shapes_of(tree: DynamicTree, count: int = 3) -> list[Tree]:
   shapes = []
   for seed in range(count):
     rng = np.random.default_rng(seed)
-    depth = min(tree.depth, tree.num_guesses)
-    nodes = [
-      tuple([0] * length) for length in range(depth + 1)
-    ]  # a node is given by the ranks on its path
-    while len(nodes) <= tree.num_guesses:
+    depth = min(tree.depth, tree.num_draft_tokens)
+    nodes = [(0,) * length for length in range(depth + 1)]  # the ranks on the path to each node
+    while len(nodes) <= tree.num_draft_tokens:
       parent = nodes[rng.integers(len(nodes))]
       if len(parent) < tree.depth:
         rank = sum(node[:-1] == parent for node in nodes if node)
@@ -104,10 +102,9 @@ def shapes_of(tree: DynamicTree, count: int = 3) -> list[Tree]:
 
 @dataclasses.dataclass(frozen=True)
 class PathDraft(ModelDraft):
-  """A draft that places the next tokens from its model on one path of the tree.
+  """A draft that places the next tokens from its model on one path, and others on other nodes.
 
-  Different tokens are on the other nodes. The path changes from round to round and from row to row.
-  At temperature 0, the whole path is accepted if the model is the target.
+  The path changes from round to round and from row to row.
   """
 
   def init(self, params: Any, context: Context, hidden: Array) -> Any:
@@ -115,9 +112,7 @@ class PathDraft(ModelDraft):
 
   def propose(self, params: Any, state: Any, context: Context, rng: Array) -> tuple[Proposal, Any]:
     (cache, plan), plans = state, plans_of(self.tree)
-    chain_draft = ModelDraft(
-      self.model, self.sampling, chain(self.tree.depth), processors=self.processors
-    )
+    chain_draft = ModelDraft(self.model, self.sampling, chain(self.tree.depth), self.options)
     (text, *_), cache = chain_draft.propose(params, cache, context, rng)
     tokens = plans.tokens(plan, text, self.model.vocab_size)
     shape = plans.shape(plan, self.tree)
@@ -139,17 +134,15 @@ def rounds_of_self_draft(
 ) -> tuple[int, int]:
   """Count the rounds of argmax decoding with the target as its own draft.
 
-  Every round must accept the whole path of first children; for a chain, this path has gamma tokens.
-  Faults such as a lost bonus token, or a draft that is one token behind, cost speed without
-  changing the output. Here they show as additional rounds. With `by_paths`, the target's tokens are
-  instead on the path to each leaf in turn (`PathDraft`), so that later siblings are accepted, too.
-  A dynamic tree requires `by_paths`.
+  Every round must accept the whole path of first children, so faults that cost speed without
+  changing the output, such as a lost bonus token, show as additional rounds. With `by_paths`, which
+  a dynamic tree requires, the target's tokens are on the path to each leaf in turn (`PathDraft`).
 
   Returns:
     The number of rounds, and the smallest possible number of rounds, summed over all texts.
   """
-  build = functools.partial(PathDraft if by_paths else ModelDraft, pair.target.model)
-  self_pair = pair.with_draft(DraftSpec(pair.target.name, build, pair.target.params))
+  draft = functools.partial(PathDraft if by_paths else ModelDraft, pair.target.model)
+  self_pair = pair.with_draft(DraftSpec(pair.target.name, draft, pair.target.params))
   decode = self_pair.decode_fn(Sampling(temperature=0.0), tree, processors=processors)
   if by_paths:
     lengths = plans_of(tree).lengths
@@ -159,7 +152,6 @@ def rounds_of_self_draft(
     lengths = tree.depths[np.flatnonzero(first)[-1:]]
 
   def fewest_rounds(row: int, length: int) -> int:
-    """Return the smallest number of rounds in which a row can emit `length` tokens."""
     emitted = np.cumsum(np.resize(np.roll(lengths, -row % len(lengths)) + 1, max_new_tokens))
     return 1 + int(np.searchsorted(emitted, length))
 
@@ -174,14 +166,10 @@ def rounds_of_self_draft(
 def batches(
   pair: Pair, texts: Sequence[str], batch_size: int
 ) -> Iterator[tuple[np.ndarray, Array, int]]:
-  """Yield the prompts of texts, batch by batch.
+  """Yield row numbers [B], prompts [B, P] and the number of rows that are not repeated.
 
   The last batch is filled up with the first texts. All prompts are padded to the longest text, so
   that each program is compiled once.
-
-  Yields:
-    The numbers of the rows [B], counted from 0 over all batches; their prompts [B, P]; and the
-    number of rows before those that fill up the batch.
   """
   prompts = pair.prompt(texts)
   for first in range(0, len(texts), batch_size):

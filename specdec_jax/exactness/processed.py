@@ -21,15 +21,9 @@ def processed(
   limit: int,
   logits: Float[Array, "B T V"],
 ) -> Float[Array, "B T V"]:
-  """Return the logits that predict each token of given outputs, after all processors.
+  """Return the logits that predict each token of actual or hypothetical outputs, processed.
 
-  Args:
-    processors: logits processors; without them the logits do not change.
-    model: model that computed the logits.
-    prompt: padded prompts.
-    tokens: outputs, actual or hypothetical.
-    limit: maximum number of tokens of each output, EOS included (`max_new_tokens`).
-    logits: logits of the model, before any processor.
+  `limit` is the maximum number of tokens of each output, EOS included.
   """
   if not processors:
     return logits

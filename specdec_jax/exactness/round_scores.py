@@ -1,4 +1,4 @@
-"""Test statistics of rounds: scores of guesses, acceptance and next tokens, which have mean 0.
+"""Test statistics of rounds: scores of draft tokens, acceptance and next tokens, which have mean 0.
 
 q is the distribution that the draft reports, and p is the distribution of the target. p comes from
 one target forward pass over the decoded text, not from the decoding loop, which is under test.
@@ -22,27 +22,33 @@ from specdec_jax.core.loading import DecodeSettings
 from specdec_jax.core.processors import Processors
 from specdec_jax.core.sampling import Sampling, distribution, row_keys
 from specdec_jax.core.trees import Tree, require_static
-from specdec_jax.core.types import Context, DecodeResult, Model, Outcome, Params, Proposal
-from specdec_jax.core.wrappers import WrappedDraft
+from specdec_jax.core.types import (
+  Context,
+  DecodeResult,
+  DraftOptions,
+  Model,
+  Outcome,
+  Params,
+  Proposal,
+  WrappedDraft,
+)
 from specdec_jax.exactness.martingale import MIN_PROB, RoundScores, Scores, joined
 from specdec_jax.exactness.processed import processed
 from specdec_jax.measure.alpha import teacher_forced_logits
 from specdec_jax.pair import Pair
 
 # Function of (prompt [B, P], keys [B], *, max_new_tokens).
-Decode = Callable[..., tuple[DecodeResult, "TriedGuesses"]]
+Decode = Callable[..., tuple[DecodeResult, "TriedDraftTokens"]]
 
 
-class TriedGuesses(NamedTuple):
-  """Guesses for each token of a text: the children of the node before the token, in order of rank.
+class TriedDraftTokens(NamedTuple):
+  """Draft tokens for each token of a text: the children of the node before it, in order of rank.
 
   Attributes:
     start: slot of `Context.tokens` at which the round began.
-    position: position of the guess in its round (`positions`); -1 for a child that the node does
-      not have or that the draft did not propose.
-    tokens: the guesses.
+    position: position in the round (`positions`); -1 for a child that the node does not have or
+      that the draft did not propose.
     q: distributions that the draft reports; 0 for a child that the node does not have.
-    accepted: whether the guess was accepted.
   """
 
   start: Int[Array, "B T"]
@@ -53,36 +59,35 @@ class TriedGuesses(NamedTuple):
 
 
 def positions(tree: Tree) -> list[int]:
-  """Return the position in a round of each guess of a tree.
+  """Return the position in a round of each draft token of a tree.
 
-  Guesses with the same depth and the same rank have the same position. A position is an index, from
-  0, into the sorted list of all distinct pairs (depth, rank) in the tree. In a chain, it is the
-  index of the guess.
+  It is an index into the sorted list of all distinct pairs (depth, rank) in the tree; in a chain,
+  it is the index of the draft token.
   """
   places = [*zip(tree.depths[1:].tolist(), tree.ranks.tolist())]
   return [sorted({*places}).index(place) for place in places]
 
 
 def acceptance_probs(
-  p: Float[Array, "*batch V"], q: Float[Array, "*batch W V"], guesses: Int[Array, "*batch W"]
+  p: Float[Array, "*batch V"], q: Float[Array, "*batch W V"], draft_tokens: Int[Array, "*batch W"]
 ) -> tuple[Float[Array, "*batch W"], Float[Array, "*batch V"]]:
-  """Compute the exact acceptance probabilities of the guesses at a node, and the residual.
+  """Compute the exact acceptance probabilities of the draft tokens at a node, and the residual.
 
-  The residual r begins as p. A guess x from q is accepted with probability min(1, r(x) / q(x)). If
-  the guess is rejected, r becomes norm(max(0, r - q)). Where there is no guess, q is 0 and r does
-  not change. With one guess, this is Algorithm 1 (Section 2.3). The computation does not use
-  `core.verify.tokens`, because that module is under test.
+  The residual r begins as p. A draft token x from q is accepted with probability min(1, r(x) /
+  q(x)). If it is rejected, r becomes norm(max(0, r - q)). Where there is no draft token, q is 0 and
+  r does not change. With one draft token, this is Algorithm 1 (Section 2.3). The computation does
+  not use `core.verify.tokens`, because that module is under test.
 
   Returns:
-    The probability that each guess is accepted, given that its earlier siblings were rejected, and
-    the weights of the next token if all guesses are rejected.
+    The probability that each draft token is accepted, given that its earlier siblings were
+    rejected, and the weights of the next token if all draft tokens are rejected.
   """
   r, probabilities = p, []
-  for rank in range(guesses.shape[-1]):
+  for rank in range(draft_tokens.shape[-1]):
     if rank:
       r = r / r.sum(axis=-1, keepdims=True)
     q_of_rank = q[..., rank, :]
-    r_x, q_x = (gather_token(x, guesses[..., rank]) for x in (r, q_of_rank))
+    r_x, q_x = (gather_token(x, draft_tokens[..., rank]) for x in (r, q_of_rank))
     probabilities.append(jnp.where(r_x < q_x, r_x / q_x, 1.0))
     residual = jnp.maximum(r - q_of_rank, 0.0)
     r = jnp.where(residual.any(axis=-1, keepdims=True), residual, r)
@@ -96,14 +101,11 @@ def recorded(
   eos_id: int | None = None,
   processors: Processors = (),
 ) -> Decode:
-  """Return a function that decodes as `pair.decoder` does, and also returns `TriedGuesses`.
+  """Return a function that decodes as `pair.decoder` does, and also returns `TriedDraftTokens`.
 
-  The function runs the rounds of the decoding loop, with a draft that records its proposals and
-  their outcomes. If `eos_id` is None, the EOS of the pair's vocabulary ends a text.
+  `eos_id` defaults to the EOS of the pair's vocabulary.
   """
-  draft = pair.draft.build(sampling, tree)
-  if processors:
-    draft = draft.with_processors(processors)
+  draft = pair.draft.build(sampling, tree, DraftOptions(processors))
   draft = RecordingDraft(draft, pair.target.model.vocab_size)
   eos_id = pair.vocabulary.eos_id if eos_id is None else eos_id
   decoder = Decoder(pair.target.model, draft, pair.verifier_for(sampling), eos_id, processors)
@@ -112,13 +114,9 @@ def recorded(
 
 @dataclasses.dataclass(frozen=True)
 class RecordingDraft(WrappedDraft):
-  """A draft that wraps another one and records in its state the guesses at every slot.
+  """Wrapper of a draft that records in its state the draft tokens at every slot.
 
   As in a cache, the next round overwrites the slots past the text.
-
-  Attributes:
-    draft: the wrapped draft.
-    vocab_size: size of the vocabulary, V.
   """
 
   vocab_size: int
@@ -128,7 +126,7 @@ class RecordingDraft(WrappedDraft):
     tree = require_static("recording", self.tree)
     slots = *context.tokens.shape, tree.width
     none, q = jnp.zeros(slots, jnp.int32), jnp.zeros((*slots, self.vocab_size))
-    return state, TriedGuesses(none[..., 0], none, none, q, jnp.zeros(slots, bool))
+    return state, TriedDraftTokens(none[..., 0], none, none, q, jnp.zeros(slots, bool))
 
   def propose(self, params: Any, state: Any, context: Context, rng: Array) -> tuple[Proposal, Any]:
     draft_state, tried = state
@@ -148,12 +146,12 @@ class RecordingDraft(WrappedDraft):
     # Children [B, D + 1, W] of the last committed token and of the accepted nodes; N for no child.
     children = jnp.asarray(tree.children)[jnp.pad(path, ((0, 0), (1, 0)))]
     begin = outcome.length - outcome.num_emitted
-    guesses = tokens.at[rows, children].get(mode="clip")
+    draft_tokens = tokens.at[rows, children].get(mode="clip")
     position = jnp.asarray([*positions(tree), -1], jnp.int32)[children]
-    tried_in_round = TriedGuesses(
+    tried_in_round = TriedDraftTokens(
       jnp.broadcast_to(begin[:, None], children.shape[:2]),
-      jnp.where(guesses < 0, -1, position),  # not proposed
-      guesses,
+      jnp.where(draft_tokens < 0, -1, position),  # not proposed
+      draft_tokens,
       q.at[rows, children].get(mode="fill", fill_value=0.0),
       children + 1 == jnp.pad(path, ((0, 0), (0, 1)))[..., None],
     )
@@ -169,7 +167,7 @@ class RecordingDraft(WrappedDraft):
 @functools.partial(jax.jit, static_argnames=("decoder", "max_new_tokens"))
 def _recorded_decode(
   decoder: Decoder, params: Params, prompt: Array, rng: Array, *, max_new_tokens: int
-) -> tuple[DecodeResult, TriedGuesses]:
+) -> tuple[DecodeResult, TriedDraftTokens]:
   state = decoder.init(params, prompt, rng, max_new_tokens)
   state = decoder.run_rounds(params, state)
   rows = jnp.arange(len(prompt))[:, None]
@@ -182,31 +180,23 @@ def score_rounds(
   texts: Sequence[str],
   decode: Decode,
   settings: DecodeSettings,
-  num_guesses: int,
+  num_draft_tokens: int,
   processors: Processors = (),
 ) -> RoundScores:
-  """Decode texts until `num_guesses` guesses have been verified, and return the scores of rounds.
+  """Decode texts until `num_draft_tokens` of them are verified; return the scores of rounds.
 
-  Texts are decoded repeatedly if necessary.
-
-  Args:
-    pair: target and draft; the target computes p, in one forward pass over the decoded text.
-    texts: sources.
-    decode: see `recorded`.
-    settings: settings of decoding. The recorded q take 4 V W bytes for each token of a batch, with
-      a vocabulary of V tokens and W children per node.
-    num_guesses: minimum number of guesses. The decision to stop depends on earlier rounds only, so
-      the means of the scores stay 0.
-    processors: logits processors that `decode` applies. They also apply to p.
+  Texts are decoded repeatedly if necessary. The decision to stop depends on earlier rounds only, so
+  the means of the scores stay 0. The recorded q take 4 V W bytes for each token of a batch.
+  `decode` comes from `recorded`, with the same `processors`, which also apply to p.
   """
   prompts, parts, count, first = pair.prompt(texts), [], 0, 0
   batch_size = settings.batch_size
-  while count < num_guesses:
+  while count < num_draft_tokens:
     prompt = prompts[np.arange(first, first + batch_size) % len(texts)]
     keys = row_keys(settings.seed, first, batch_size)
     result, tried = decode(prompt, keys, max_new_tokens=settings.max_new_tokens)
     longest = -(-int(require_finite(result).lengths.max()) // 32) * 32  # few shapes, few programs
-    tokens, tried = result.tokens[:, :longest], TriedGuesses(*(x[:, :longest] for x in tried))
+    tokens, tried = result.tokens[:, :longest], TriedDraftTokens(*(x[:, :longest] for x in tried))
     scores = _scores(pair, prompt, tokens, tried, settings, processors)
     visited, scored = jax.tree.map(lambda x: np.asarray(x, float), scores)
     is_text = np.arange(tokens.shape[1]) < np.asarray(result.lengths)[:, None]
@@ -221,14 +211,14 @@ def _scores(
   pair: Pair,
   prompt: Array,
   tokens: Array,
-  tried: TriedGuesses,
+  tried: TriedDraftTokens,
   settings: DecodeSettings,
   processors: Processors,
 ) -> tuple[Array, RoundScores]:
-  """Return which guesses were verified, and their scores, all with shape [B, T, W].
+  """Return which draft tokens were verified, and their scores, all with shape [B, T, W].
 
-  A bonus token has no guess; its scores are those of a first child that does not exist. This child
-  counts as verified. Entries past the end of a row are arbitrary.
+  A bonus token has the scores of a first child that does not exist. Entries past the end of a row
+  are arbitrary.
   """
   target, limit = pair.target.model, settings.max_new_tokens
   exists, visited, probability, drawn = _outcomes(
@@ -246,7 +236,7 @@ def _scores(
     position=tried.position,
     accepted=tried.accepted,
     probability=probability,
-    guess=_token_scores(tried.q, tried.tokens),
+    draft_token=_token_scores(tried.q, tried.tokens),
     next=jax.tree.map(lambda x: jnp.where(is_last, x[..., None], 0.0), next_scores),
   )
 
@@ -257,18 +247,15 @@ def _outcomes(
   params: Any,
   prompt: Array,
   tokens: Array,
-  tried: TriedGuesses,
+  tried: TriedDraftTokens,
   sampling: Sampling,
   limit: int,
   processors: Processors,
 ) -> tuple[Array, Array, Array, Array]:
-  """Return the outcomes of the guesses at each token.
+  """Return (exists, verified, probability) [B, T, W] and the weights of the next token [B, T, V].
 
-  Returns:
-    (exists, verified, probability, weights). The first three have shape [B, T, W]: whether each
-    guess exists, whether it was verified, and the probability that it is accepted. A first child
-    counts as verified even if it does not exist. The weights [B, T, V] are those from which each
-    token was sampled; they are 0 for an accepted guess.
+  A first child counts as verified even if it does not exist. The weights are 0 for an accepted
+  draft token.
   """
   logits = teacher_forced_logits(target, params, prompt, tokens)
   p = distribution(processed(processors, target, prompt, tokens, limit, logits), sampling)
@@ -283,10 +270,7 @@ def _outcomes(
 def _token_scores(weights: Array, token: Array) -> Scores:
   """Return the scores of tokens [...] that were sampled in proportion to weights [..., V].
 
-  Scores are 0 where all weights are 0. Equally probable tokens share a rank, so the variance of the
-  rank is at most `spread`.
-
-  This function is jitted separately, because it compares weights with each other. A program that
+  Scores are 0 where all weights are 0. This function is jitted separately, because a program that
   also computed the weights could compute them twice, with different rounding. The weight of a token
   would then not equal itself.
   """

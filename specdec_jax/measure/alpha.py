@@ -19,40 +19,20 @@ from specdec_jax.core.sampling import Sampling, distribution
 from specdec_jax.core.trees import Tree, branching, chain
 from specdec_jax.core.types import Context, DecodeResult, Draft, Model
 from specdec_jax.core.verify.lossy import emitted_distribution
-from specdec_jax.core.verify.tokens import guess_probs, within_lenience
+from specdec_jax.core.verify.tokens import draft_token_probs, within_lenience
+from specdec_jax.measure.records import Outputs
 from specdec_jax.pair import Pair
 
 
 class Estimate(NamedTuple):
   """Mean with its 95% confidence interval.
 
-  It is computed by a bootstrap over whole texts, because the tokens of a text are dependent.
+  The bootstrap is over whole texts, because the tokens of a text are dependent.
   """
 
   mean: float
   low: float
   high: float
-
-
-class Acceptance(NamedTuple):
-  """Acceptance of a draft over text that the target generated.
-
-  Attributes:
-    alpha: mean over all tokens of beta, the acceptance probability of a draft token (Corollary 6).
-    lag1: lag-1 autocorrelation of beta within texts. It is about 0 if acceptance is independent, as
-      Section 3.1 assumes, and NaN if beta does not vary.
-    change: total variation distance between the target's distribution and the distribution of the
-      emitted token, averaged over all tokens; 0 without lenience.
-    rejection: mean over all tokens of the acceptance probability of rejection sampling, min q / p
-      (Appendix A.2).
-    num_tokens: number of tokens.
-  """
-
-  alpha: Estimate
-  lag1: float
-  change: float
-  rejection: float
-  num_tokens: int
 
 
 @functools.partial(jax.jit, static_argnames=("model",))
@@ -102,13 +82,10 @@ def proposals(
   prompt: Int[Array, "B P"],
   tokens: Int[Array, "B T"],
 ) -> tuple[Int[Array, "B T N"], Float[Array, "B T N V"]]:
-  """Run a draft at each token of a given output.
+  """Return the draft tokens for each token of a given output, and their q.
 
   The draft proposes as in a round that begins at the token. This works for any draft, except those
   whose proposals depend on the outcomes of earlier rounds (`Draft.depends_on_outcomes`).
-
-  Returns:
-    The draft tokens for each token of the output, given the tokens before it, and their q.
   """
   first, prompt_length = target.prompt_tokens(prompt)
   batch, num_tokens = tokens.shape
@@ -137,8 +114,8 @@ def proposals(
     return state, (proposal.tokens, one_hot if proposal.q is None else proposal.q)
 
   state = draft.init(draft_params, context(0), jnp.zeros((batch, 1, 0)))
-  guesses, q = lax.scan(propose, state, jnp.arange(num_tokens))[1]
-  return guesses.swapaxes(0, 1), q.swapaxes(0, 1)
+  draft_tokens, q = lax.scan(propose, state, jnp.arange(num_tokens))[1]
+  return draft_tokens.swapaxes(0, 1), q.swapaxes(0, 1)
 
 
 @functools.partial(jax.jit, static_argnames=("sampling", "lenience"))
@@ -150,12 +127,6 @@ def acceptance_and_change(
 ) -> tuple[Float[Array, "*batch"], Float[Array, "*batch"]]:
   """Compute beta (Theorem 5; Appendix A.5), and how much lenience changes the output.
 
-  Args:
-    target_logits: logits of the target.
-    q: distributions of the draft.
-    sampling: sampling method of the target.
-    lenience: lenience, l.
-
   Returns:
     beta = sum_x min(p(x) / l, q(x)), and the total variation distance between p and the
     distribution of the emitted token. At temperature 0 with l < 1, a draft token is accepted by the
@@ -163,9 +134,9 @@ def acceptance_and_change(
   """
   p = distribution(target_logits, sampling)
   if sampling.temperature == 0 and lenience < 1:
-    guess = q.argmax(axis=-1)
-    lenient = within_lenience(target_logits, guess, lenience)[..., None]
-    emitted = jnp.where(lenient, jax.nn.one_hot(guess, p.shape[-1]), p)
+    draft_token = q.argmax(axis=-1)
+    lenient = within_lenience(target_logits, draft_token, lenience)[..., None]
+    emitted = jnp.where(lenient, jax.nn.one_hot(draft_token, p.shape[-1]), p)
     return (emitted * q).sum(axis=-1), jnp.abs(emitted - p).sum(axis=-1) / 2
   change = jnp.abs(emitted_distribution(p, q, lenience) - p).sum(axis=-1) / 2
   return jnp.minimum(p / lenience, q).sum(axis=-1), change
@@ -190,17 +161,15 @@ def positional_acceptance(
 ) -> Float[np.ndarray, " W"]:
   """Measure positional acceptance: the probability that the child of each rank is accepted.
 
-  `theory.best_tree` needs these probabilities. At each token that the target generated,
-  the draft proposes `width` children. The probability that token verification accepts each of them
-  (and rejects the earlier ones) is computed, not sampled. The other arguments are those of
-  `measure_alpha`.
+  At each token that the target generated, the draft proposes `width` children. The probability that
+  token verification accepts each of them (and rejects the earlier ones) is computed, not sampled.
   """
   tree, total, count = branching(width), np.zeros(width), 0
   draft = pair.draft.build(sampling, tree)
   for prompt, output in zip(prompts, decoded):
     logits = teacher_forced_logits(pair.target.model, pair.target.params, prompt, output.tokens)
-    guesses, q = _proposals_of_pair(pair, draft, prompt, output.tokens)
-    accepted = np.asarray(_sibling_probs(logits, guesses, q, sampling, tree, lenience))
+    draft_tokens, q = _proposals_of_pair(pair, draft, prompt, output.tokens)
+    accepted = np.asarray(_sibling_probs(logits, draft_tokens, q, sampling, tree, lenience))
     is_text = np.arange(accepted.shape[1]) < np.asarray(output.lengths)[:, None]
     total += accepted[is_text].sum(axis=0)
     count += int(is_text.sum())
@@ -210,7 +179,7 @@ def positional_acceptance(
 @functools.partial(jax.jit, static_argnames=("sampling", "tree", "lenience"))
 def _sibling_probs(
   logits: Float[Array, "B T V"],
-  guesses: Int[Array, "B T W"],
+  draft_tokens: Int[Array, "B T W"],
   q: Float[Array, "B T W V"],
   sampling: Sampling,
   tree: Tree,
@@ -221,14 +190,13 @@ def _sibling_probs(
   p = jnp.broadcast_to(distribution(logits, sampling)[:, :, None], (*logits.shape[:2], *nodes))
 
   def flat(x: Array) -> Array:
-    """Merge the axes B and T."""
     return x.reshape(-1, *x.shape[2:])
 
-  q_x, r_x = guess_probs(tree, flat(guesses), flat(q), flat(p), lenience)
+  q_x, r_x = draft_token_probs(tree, flat(draft_tokens), flat(q), flat(p), lenience)
   q_x = lenience * q_x
-  accepted = jnp.where(q_x > r_x, r_x / q_x, 1.0).reshape(guesses.shape)
+  accepted = jnp.where(q_x > r_x, r_x / q_x, 1.0).reshape(draft_tokens.shape)
   if sampling.temperature == 0 and lenience < 1:
-    accepted = jnp.where(within_lenience(logits[:, :, None], guesses, lenience), 1.0, accepted)
+    accepted = jnp.where(within_lenience(logits[:, :, None], draft_tokens, lenience), 1.0, accepted)
   rejected = jnp.cumprod(1 - accepted, axis=-1)  # this sibling and all earlier ones
   return accepted * jnp.pad(rejected[..., :-1], ((0, 0), (0, 0), (1, 0)), constant_values=1.0)
 
@@ -258,15 +226,11 @@ def measure_alpha(
   decoded: Sequence[DecodeResult],
   sampling: Sampling,
   lenience: float = 1.0,
-) -> Acceptance:
-  """Measure the acceptance of a pair's draft over text that its target generated.
+) -> Outputs:
+  """Measure alpha of a pair's draft over text that its target generated.
 
-  Args:
-    pair: target and draft.
-    prompts: source tokens [B, P] of each batch.
-    decoded: outputs of autoregressive decoding for each batch.
-    sampling: sampling method of both models.
-    lenience: lenience, l.
+  `decoded` are outputs of autoregressive decoding for each batch of prompts. Only the fields that
+  this text determines are set.
   """
   betas, changes, rejections = [], [], []
   draft = pair.draft.build(sampling, chain(1))
@@ -281,12 +245,15 @@ def measure_alpha(
     betas += [row[:n] for row, n in zip(beta, lengths)]
     changes += [row[:n] for row, n in zip(change, lengths)]
     rejections += [row[:n] for row, n in zip(rejection, lengths)]
-  return Acceptance(
-    alpha=mean_with_interval(betas),
-    lag1=lag1_correlation(betas),
-    change=float(np.concatenate(changes).mean()),
-    rejection=float(np.concatenate(rejections).mean()),
+  alpha = mean_with_interval(betas)
+  return Outputs(
     num_tokens=sum(map(len, betas)),
+    alpha=alpha.mean,
+    alpha_low=alpha.low,
+    alpha_high=alpha.high,
+    beta_lag1=lag1_correlation(betas),
+    total_variation=float(np.concatenate(changes).mean()),
+    rejection_sampling_rate=float(np.concatenate(rejections).mean()),
   )
 
 

@@ -1,12 +1,12 @@
 """Calibration for gamma = 'auto' and tree = 'auto': the best predicted speed (Section 3.5).
 
-A short calibration decodes some of the texts of a run and times the parts of rounds. Closed forms
-predict the speed of each gamma. If the predicted speedup is small, a trial measures it. If the
-predicted or the measured speedup is below LEAST_GAIN, gamma is 0: decoding is autoregressive.
+A calibration decodes some of the texts of a run and times the parts of rounds. Closed forms
+predict the speed of each gamma; if the predicted speedup is small, a trial measures it. If the
+speedup is below LEAST_GAIN, gamma is 0: decoding is autoregressive.
 
-With tree = 'auto', the speed of trees is also predicted, from measured costs (Chen et al., Sequoia,
-2024). The best tree is used if a trial finds it at least LEAST_GAIN times as fast as the chosen
-gamma. Calibrations are cached on disk, in the folder of jax's compilation cache.
+With tree = 'auto', the speed of trees is predicted, too (Chen et al., Sequoia, 2024). The best tree
+is used if a trial finds it at least LEAST_GAIN times as fast as the chosen gamma. Calibrations are
+cached on disk, in the folder of jax's compilation cache.
 """
 
 import contextlib
@@ -16,9 +16,8 @@ import functools
 import hashlib
 import json
 import pathlib
-import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -35,9 +34,7 @@ from specdec_jax.core.types import DecodeResult
 from specdec_jax.errors import InputError, require_count
 from specdec_jax.measure import machine
 from specdec_jax.measure.alpha import positional_acceptance
-from specdec_jax.measure.choice import LEAST_GAIN, Branching, Calibration, choose, choose_tree
-from specdec_jax.measure.costs import Costs, round_calls, round_costs, start_calls
-from specdec_jax.measure.timing import interleaved_medians
+from specdec_jax.measure.costs import Costs, interleaved_medians, measure_costs
 from specdec_jax.pair import Pair
 
 NUM_TEXTS = 32  # number of texts decoded to measure alpha; at least one batch is decoded
@@ -46,6 +43,146 @@ TREES = ((4, 2), (16, 6), (64, 4))  # (nodes, depth) of the timed trees; others 
 SURE_GAIN = 1.5  # predicted speedup that needs no trial; see experiments/gpt_like
 REPEATS = 5  # number of timings of each part of a round
 TRIALS = 8  # minimum number of timed decodes in a trial
+LEAST_GAIN = 1.02  # speedup, predicted or tried, below which speculation is not used
+NODES, DEPTH = (4, 8, 16, 32, 64), 10  # sizes and maximum depth of the trees to choose from
+
+
+class Branching(NamedTuple):
+  """Best tree that is not a chain, and the values on which the choice is based."""
+
+  tree: Tree  # with the highest predicted speed
+  acceptance: tuple[float, ...]  # for each rank, how often the child of that rank is accepted
+  drafting: float  # predicted time to draft the tree, in target steps
+  v: float  # predicted time of a round without drafting, in target steps
+  speedup: float  # predicted
+  tried: float | None = None  # measured speed relative to the chosen gamma; None without a trial
+
+  def __str__(self) -> str:
+    ranks = ", ".join(f"{chance:.2f}" for chance in self.acceptance[:3])
+    tokens = theory.tree_tokens(self.tree, self.acceptance)
+    tried = "" if self.tried is None else f"; tried, {self.tried:.2f} times as fast as the chain"
+    return (
+      f"the best tree, {self.tree.num_nodes} nodes of depth {self.tree.depth}, has a predicted "
+      f"speedup of {self.speedup:.2f}: {tokens:.2f} tokens per round, drafting "
+      f"{self.drafting:.2f} and v {self.v:.2f} steps, acceptance of children of rank 0, 1, 2: "
+      f"{ranks}{tried}"
+    )
+
+
+class Calibration(NamedTuple):
+  """Choice of gamma or of a tree, and the values on which the choice is based.
+
+  `c`, `v` and `speedups` have one entry for each gamma, from 0. If trees were considered, alpha is
+  the acceptance rate of first children, so that chains and trees are comparable.
+  """
+
+  gamma: int  # used unless `branching` is chosen; 0 for autoregressive decoding
+  alpha: float  # acceptance rate in the decoded texts
+  c: tuple[float, ...]  # times of a draft step, in target steps (Definition 7); 0 at gamma 0
+  v: tuple[float, ...]  # times of a round without drafting, in target steps; 1 at gamma 0
+  speedups: tuple[float, ...]  # predicted; 1 at gamma 0
+  starts: tuple[float, float]  # prefill times of target and draft for one batch, in target steps
+  tried: float | None = None  # measured speedup of the best gamma; None without a trial
+  branching: Branching | None = None  # the best tree; None if trees were not considered
+
+  @property
+  def tree(self) -> Tree:
+    """Best tree, if at least LEAST_GAIN times as fast as the chain in a trial; else the chain."""
+    best = self.branching
+    faster = best is not None and best.tried is not None and best.tried >= LEAST_GAIN
+    return best.tree if best is not None and faster else chain(self.gamma)
+
+  @property
+  def best_draft(self) -> int:
+    """Gamma with the highest predicted speedup among those above 0."""
+    return 1 + int(np.argmax(self.speedups[1:]))
+
+  def round_cost(self, gamma: int) -> float:
+    """Return the time of a round with a given gamma, in target steps."""
+    return gamma * self.c[gamma] + self.v[gamma]
+
+  def __str__(self) -> str:
+    best = self.best_draft
+    speedups = ", ".join(
+      f"{self.speedups[gamma]:.2f} at gamma {gamma}"
+      for gamma in (best - 1, best, best + 1)
+      if 0 < gamma < len(self.speedups)
+    )
+    chosen = f"gamma {self.gamma}" if self.gamma else "autoregressive decoding, gamma 0,"
+    if not self.tree.is_chain:
+      chosen = f"a tree of {self.tree.num_nodes} nodes"
+    branching = "" if self.branching is None else f"; {self.branching}"
+    tried = "" if self.tried is None else f"; tried, {self.tried:.2f} at gamma {best}"
+    noise = "" if self.c[best] else " (below the noise of the timing)"
+    return (
+      f"{chosen} was chosen: alpha {self.alpha:.2f}, c {self.c[best]:.3f}{noise}, v({best}) "
+      f"{self.v[best]:.2f}; predicted speedup {speedups}{tried}{branching}"
+    )
+
+
+def choose(
+  alpha: float, costs: Mapping[int, Costs], lengths: Sequence[Sequence[int]]
+) -> Calibration:
+  """Choose the gamma with the best predicted speed, from 0 to the largest measured gamma.
+
+  gamma is 0 if the best predicted speedup is below LEAST_GAIN. Speed is predicted by
+  `theory.text_improvement`. v is interpolated linearly, from 1 at gamma 0 through the measured
+  gammas. The time of drafting is linear, through the smallest and the largest measured gamma.
+
+  `costs` are measured for at least two gammas, and `lengths` are those of typical texts in tokens,
+  one sequence per batch.
+  """
+  measured = sorted(costs)
+  gammas = np.arange(1, measured[-1] + 1)
+  drafting = [gamma * costs[gamma].c for gamma in (measured[0], measured[-1])]
+  slope, fixed = np.polyfit((measured[0], measured[-1]), drafting, 1)
+  c = np.maximum(0.0, fixed + slope * gammas) / gammas  # noise can make a difference negative
+  v = np.interp(gammas, [0, *measured], [1.0, *(costs[gamma].v for gamma in measured)])
+  starts = costs[measured[0]].prefill_steps
+  speedups = [
+    theory.text_improvement(alpha, gamma, c[gamma - 1], v[gamma - 1], lengths, *starts)
+    for gamma in gammas.tolist()
+  ]
+  best = int(np.argmax(speedups))
+  return Calibration(
+    gamma=best + 1 if speedups[best] >= LEAST_GAIN else 0,
+    alpha=alpha,
+    c=(0.0, *c.tolist()),
+    v=(1.0, *v.tolist()),
+    speedups=(1.0, *speedups),
+    starts=starts,
+  )
+
+
+def choose_tree(
+  acceptance: Sequence[float], costs: Mapping[Tree, Costs], lengths: Sequence[Sequence[int]]
+) -> Branching:
+  """Choose the tree with the best predicted speed; chains are excluded.
+
+  The candidates are the best trees for each maximum depth up to DEPTH and each number of nodes in
+  NODES, up to the largest measured number. v is interpolated linearly, from 1 at one node through
+  the measured trees. The time of drafting is a cost per level (one call of the draft) plus a cost
+  per draft token, both fitted by least squares. The equation of a tree is divided by v, because its
+  drafting time is the difference of two measured times of rounds, whose error grows with them.
+
+  `acceptance` has for each rank the probability that the child of that rank is the accepted one.
+  """
+  starts = next(iter(costs.values())).prefill_steps
+  shapes = np.array([(t.depth, t.num_draft_tokens, t.depth * cost.c) for t, cost in costs.items()])
+  *shapes, drafting = (shapes / [[cost.v] for cost in costs.values()]).T
+  level_cost, token_cost = np.maximum(0.0, np.linalg.lstsq(np.transpose(shapes), drafting)[0])
+  sizes, vs = zip(*sorted((tree.num_nodes, cost.v) for tree, cost in costs.items()))
+  candidates, nodes = [], [n for n in NODES if n <= sizes[-1]]
+  for tree in {theory.best_tree(acceptance, n, d) for n in nodes for d in range(1, DEPTH + 1)}:
+    if not tree.is_chain:
+      drafting = level_cost * tree.depth + token_cost * tree.num_draft_tokens
+      v = float(np.interp(tree.num_nodes, [1, *sizes], [1.0, *vs]))
+      rates = theory.tree_rates(tree, acceptance)
+      speedup = theory.text_improvement(
+        rates, tree.depth, drafting / tree.depth, v, lengths, *starts
+      )
+      candidates.append(Branching(tree, tuple(acceptance), float(drafting), v, speedup))
+  return max(candidates, key=lambda candidate: candidate.speedup)
 
 
 def resolve_tree(
@@ -58,17 +195,12 @@ def resolve_tree(
 ) -> Tree:
   """Return the tree of draft tokens that a run's `gamma` and `tree` specify.
 
-  If an earlier run with similar texts has calibrated, its choice is taken from the cache
-  (`calibration_cache`).
-
   Args:
-    gamma: number of draft tokens of a chain, or 0 for autoregressive decoding; 'auto' chooses it.
+    gamma: gamma of a chain; 0 for autoregressive decoding; 'auto' chooses it.
     tree: parents of the draft tokens; None for a chain; 'auto' chooses a tree or a chain. A tree or
       'auto' takes precedence over gamma.
-    pair: target and draft.
     texts: texts of the run; some of them are decoded to calibrate. An entry is None if the run does
       not decode that text. If all are None, 'auto' means autoregressive decoding.
-    settings: settings of the run.
     say: function that is called with a sentence that explains the choice.
 
   Raises:
@@ -100,7 +232,7 @@ def given_tree(gamma: int | str, tree: Sequence[int] | str | None) -> Tree | Non
       raise InputError(
         f"gamma is 'auto' and tree is {tree!r:.100}: a tree leaves no gamma to choose; give one."
       )
-    require_count("the number of a tree's guesses", len(tree))
+    require_count("the number of a tree's draft tokens", len(tree))
     static_tree = Tree(tree)
     require_tree_memory(static_tree.num_nodes)
     return static_tree
@@ -116,10 +248,9 @@ def resolve_gammas(
   texts: Sequence[str],
   settings: Iterable[DecodeSettings],
 ) -> list[int]:
-  """Return the gammas to measure, with 'auto' replaced by the choice of `calibrate`.
+  """Return the gammas to measure, with 'auto' replaced by the choice for each of the settings.
 
-  'auto' is resolved separately for each of the settings. If the choice is autoregressive decoding,
-  the gamma above 0 with the best predicted speed is measured instead.
+  If the choice is autoregressive decoding, the best gamma above 0 is measured instead.
   """
   requested = (gammas,) if isinstance(gammas, str) else gammas
   resolved = set()
@@ -141,15 +272,7 @@ def calibrate(
 ) -> Calibration:
   """Choose gamma for texts; with `branching`, choose a tree if it is faster than a chain.
 
-  The calibration decodes about NUM_TEXTS texts, spread evenly over `texts`, in whole batches, of
-  which there is at least one. It takes seconds, plus the time to compile its programs, which are
-  cached like any others.
-
-  Args:
-    pair: target and draft.
-    texts: one or more texts.
-    settings: settings of the run for which gamma is chosen.
-    branching: whether to consider trees. If so, alpha is the acceptance rate of first children.
+  About NUM_TEXTS texts, spread evenly over `texts`, are decoded in at least one whole batch.
 
   Raises:
     InputError: there are no texts, or the batch size is invalid.
@@ -162,20 +285,13 @@ def calibrate(
 
 @dataclasses.dataclass(frozen=True)
 class _Calibrator:
-  """Calibration of one run.
-
-  Attributes:
-    pair: target and draft.
-    texts: texts of the run.
-    settings: settings of the run.
-  """
+  """Calibration of one run."""
 
   pair: Pair
   texts: Sequence[str]
   settings: DecodeSettings
 
   def choose(self, branching: bool) -> Calibration:
-    """Decode the calibration texts, time rounds, and choose gamma or a tree; see `calibrate`."""
     batches = self.batches
     decode = self.decode_fn(chain(GAMMAS[-1]))
     outputs = [require_finite(jax.device_get(decode(*batch))) for batch in batches]
@@ -187,9 +303,19 @@ class _Calibrator:
       smallest, *others = (theory.best_tree(ranks, nodes, depth) for nodes, depth in TREES)
       alpha = ranks[0]
       trees += [smallest, *filter(self.fits, others)]
-    costs = self.costs(trees)
+    settings = self.settings
+    (costs,) = measure_costs(
+      [self.pair],
+      trees,
+      batches[0][0],
+      settings.sampling,
+      settings.max_new_tokens,
+      settings.lenience,
+      REPEATS,
+    )
     chosen = choose(alpha, dict(zip(GAMMAS, costs)), lengths)
-    if chosen.gamma and chosen.speedups[chosen.gamma] < SURE_GAIN:
+    is_sure = chosen.c[chosen.gamma] > 0 and chosen.speedups[chosen.gamma] >= SURE_GAIN
+    if chosen.gamma and not is_sure:
       tried = self.trial(chain(chosen.gamma), chain(0))
       chosen = chosen._replace(gamma=chosen.gamma if tried >= LEAST_GAIN else 0, tried=tried)
     if branching:
@@ -202,7 +328,6 @@ class _Calibrator:
 
   @functools.cached_property
   def batches(self) -> list[tuple[Array, Array]]:
-    """Prompts and random keys of each batch of calibration texts."""
     size = self.settings.batch_size
     count = max(1, NUM_TEXTS // size) * size
     picked = [self.texts[i * len(self.texts) // count] for i in range(count)]
@@ -216,7 +341,6 @@ class _Calibrator:
     ]
 
   def decode_fn(self, tree: Tree) -> Callable[..., DecodeResult]:
-    """Return a function of (prompt, keys) that decodes with the given tree."""
     settings = self.settings
     decode = self.pair.decode_fn(settings.sampling, tree, settings.lenience)
     return functools.partial(decode, max_new_tokens=settings.max_new_tokens)
@@ -240,7 +364,6 @@ class _Calibrator:
     return True
 
   def acceptance_of_ranks(self, outputs: Sequence[DecodeResult]) -> list[float]:
-    """Measure `positional_acceptance` on the outputs of the calibration texts."""
     longest = -(-max(int(output.lengths.max()) for output in outputs) // 16) * 16
     # Row by row, because q has several distributions per token and would take much memory.
     rows = [slice(i, i + 1) for i in range(self.settings.batch_size)]
@@ -253,17 +376,6 @@ class _Calibrator:
     return positional_acceptance(
       self.pair, prompts, cut, self.settings.sampling, lenience=self.settings.lenience
     ).tolist()
-
-  def costs(self, trees: Sequence[Tree]) -> list[Costs]:
-    """Measure the cost of a round with each tree. The first trees are the chains of GAMMAS."""
-    pair, settings, prompt = self.pair, self.settings, self.batches[0][0]
-    drafts = [pair.draft.build(settings.sampling, tree) for tree in trees]
-    starts = start_calls(pair, drafts[len(GAMMAS) - 1], prompt, settings.max_new_tokens)
-    rounds = round_calls(
-      pair, drafts, prompt, settings.sampling, settings.max_new_tokens, settings.lenience
-    )
-    seconds, _ = interleaved_medians([*starts, *rounds], REPEATS)
-    return round_costs(seconds[:2], seconds[2:], [tree.depth for tree in trees])
 
   def trial(self, tree: Tree, baseline: Tree) -> float:
     """Return the speed with a tree / the speed with a baseline tree, from interleaved timings."""
@@ -283,42 +395,28 @@ class _Calibrator:
 def get_or_compute(
   compute: Callable[[], Calibration], key: Callable[[], Mapping[str, Any]], num_texts: int
 ) -> tuple[Calibration, str]:
-  """Return a cached calibration, or compute and cache it.
+  """Return a cached calibration, or compute and cache it in the folder of jax's compilation cache.
 
-  The cache is a folder in jax's compilation cache. Without a compilation cache, nothing is cached.
-
-  Args:
-    compute: function that calibrates.
-    key: function that returns the key of the calibration, a JSON object; see `cache_key`.
-    num_texts: number of texts that `compute` uses. A cached calibration from fewer texts is not
-      used.
+  A cached calibration from fewer than `num_texts` texts is not used. `key` returns a JSON object.
 
   Returns:
-    The calibration, and words for a message that say when the calibration was made and where it is
-    cached. The words are empty if the calibration was computed now.
+    The calibration, and words for a message that say when it was made and where it is cached; ''
+    if it was computed now.
   """
   if not (cache := getattr(jax.config, "jax_compilation_cache_dir", None)):
     return compute(), ""
   key_json = json.dumps(key(), sort_keys=True)
   name = hashlib.sha256(key_json.encode()).hexdigest()[:16]
   path = pathlib.Path(cache) / "calibrations" / f"{name}.json"
-  if path.is_file():
-    try:
-      cached = json.loads(path.read_text(encoding="utf-8"))
-      calibration, date = _parse(cached["calibration"]), cached["date"]
-      cached_texts = cached["num_texts"]
-      if cached_texts >= num_texts:
-        return calibration, f"; found on {date} with {cached_texts} texts (cached in {path})"
-    except (OSError, ValueError, KeyError, TypeError) as error:
-      fault = " ".join(f"{type(error).__name__}: {error}".split())[:200]
-      warnings.warn(
-        f"{path} is not a calibration ({fault}); it is measured again and replaced.", stacklevel=2
-      )
+  with contextlib.suppress(OSError, ValueError, KeyError, TypeError):  # it is computed again
+    cached = json.loads(path.read_text(encoding="utf-8"))
+    if cached["num_texts"] >= num_texts:
+      origin = f"found on {cached['date']} with {cached['num_texts']} texts (cached in {path})"
+      return _parsed(cached["calibration"]), f"; {origin}"
   calibration = compute()
-  branching = calibration.branching
   fields = calibration._asdict()
-  if branching is not None:
-    fields["branching"] = branching._asdict() | dict(tree=[*branching.tree.parents])
+  if (best := calibration.branching) is not None:
+    fields["branching"] = best._asdict() | dict(tree=best.tree.parents)
   date = f"{datetime.datetime.now(datetime.UTC):%Y-%m-%d}"
   with contextlib.suppress(OSError):  # if it cannot be written, the next run computes it again
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -327,14 +425,21 @@ def get_or_compute(
   return calibration, ""
 
 
+def _parsed(fields: dict[str, Any]) -> Calibration:
+  if (best := fields["branching"]) is not None:
+    tree, acceptance = Tree(best["tree"]), tuple(best["acceptance"])
+    fields["branching"] = Branching(**best | dict(tree=tree, acceptance=acceptance))
+  lists = {name: tuple(value) for name, value in fields.items() if isinstance(value, list)}
+  return Calibration(**fields | lists)
+
+
 def cache_key(
   pair: Pair, texts: Sequence[str], settings: DecodeSettings, branching: bool
 ) -> dict[str, Any]:
   """Return the key of a calibration in the cache, a JSON object.
 
-  It includes the models, the settings, the versions of the program, the machine and, within a
-  factor of 2, the length of the longest text. The content of the texts is not included, although it
-  determines alpha: a later run is assumed to have similar texts. The seed is not included either.
+  It includes the length of the longest text within a factor of 2, but neither the seed nor the
+  content of the texts, which determines alpha: a later run is assumed to have similar texts.
   """
   longest = max(len(pair.encode(text)) for text in texts)
   return dict(
@@ -352,28 +457,6 @@ def cache_key(
     devices=[device.device_kind for device in jax.devices()],
     machine=f"{machine.processor()}, {machine.threads()} threads",
   )
-
-
-def _parse(fields: dict[str, Any]) -> Calibration:
-  """Convert the fields of a cached file to a calibration.
-
-  Raises:
-    ValueError, KeyError, TypeError: the fields are not those of a calibration, or a value is out of
-      range.
-  """
-  if (branching := fields["branching"]) is not None:
-    tree, acceptance = Tree(branching["tree"]), tuple(branching["acceptance"])
-    branching = Branching(**branching | dict(tree=tree, acceptance=acceptance))
-  tuples = {name: tuple(value) for name, value in fields.items() if isinstance(value, list)}
-  calibration = Calibration(**fields | tuples | dict(branching=branching))
-  gamma, size = calibration.gamma, len(calibration.speedups)
-  if not (0 <= gamma < size == len(calibration.c) == len(calibration.v) and size > 1):
-    raise ValueError(f"gamma is {gamma}, among {size} speedups")
-  numbers = [calibration.alpha, *calibration.c, *calibration.v, *calibration.speedups]
-  finite = np.isfinite([*numbers, *calibration.starts, calibration.tried or 0.0]).all()
-  if not (finite and min(numbers) >= 0 and calibration.alpha <= 1):
-    raise ValueError("a number is out of range")
-  return calibration
 
 
 def params_digest(params: Any) -> str:

@@ -30,9 +30,6 @@ def processor(cpuinfo: str = "/proc/cpuinfo") -> str:
   """Return the name, family and model of this host's processor, and its widest vector extension.
 
   The name alone is not enough: cloud hosts call different processors "AMD EPYC".
-
-  Args:
-    cpuinfo: path of the file to read.
   """
   try:
     lines = pathlib.Path(cpuinfo).read_text().splitlines()
@@ -59,8 +56,8 @@ def threads() -> int:
 def commit() -> str | None:
   """Return the commit of this package, or None if it is not known.
 
-  For an installed package, it is the commit of the checkout that the package was built from, which
-  `setup.py` wrote to COMMIT_FILE. A "+" is appended if specdec_jax/ or gin/ differ from the commit.
+  For an installed package, it is that of the checkout that it was built from. A "+" is appended if
+  specdec_jax/ or gin/ differ from the commit.
   """
   if COMMIT_FILE.is_file():
     return COMMIT_FILE.read_text().strip() or None
@@ -74,6 +71,5 @@ def commit() -> str | None:
 
 
 def _git(*args: str) -> str:
-  """Return the output of a git command in the checkout."""
   command = ["git", "-C", str(_CHECKOUT), *args]
   return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()

@@ -1,8 +1,8 @@
-"""Bandwidth-bound estimate of the time of a step: bytes that it reads / memory bandwidth.
+"""Arithmetic operations and bytes of the parts of a round, counted in their programs.
 
 A decoding step uses each weight for only a few tokens, so reading the weights dominates its time
-(Section 3.4). The measured time divided by this estimate is the largest factor by which a step
-could become faster, unless weights stay in a processor cache.
+(Section 3.4). The bandwidth-bound estimate of the time of a step is the bytes that it reads /
+memory bandwidth.
 """
 
 import functools
@@ -18,7 +18,8 @@ from specdec_jax.core.decode import Decoder, DecodeState, NullDraft
 from specdec_jax.core.sampling import Sampling
 from specdec_jax.core.trees import chain
 from specdec_jax.core.types import Draft
-from specdec_jax.measure.timing import interleaved_medians
+from specdec_jax.measure.costs import interleaved_medians
+from specdec_jax.models.kernels import skinny
 from specdec_jax.pair import Pair
 
 # Number of rows of the square matrix that is read: 0.27 and 1.07 GB, far larger than any cache.
@@ -30,24 +31,17 @@ _LOOPS = {"scan", "while"}
 
 
 class StepBytes(NamedTuple):
-  """Bytes that each device has to read. If a model is sharded, a device reads only its own shard.
+  """Bytes that each device has to read; of a sharded model, it reads only its own shard."""
 
-  Attributes:
-    target_step: bytes read in one step of autoregressive decoding.
-    draft_step: bytes read to propose gamma tokens, divided by gamma.
-    verify: bytes read in a target forward pass over gamma + 1 tokens, or over the nodes of a tree.
-  """
-
-  target_step: float
-  draft_step: float
-  verify: float
+  target_step: float  # in one step of autoregressive decoding
+  draft_step: float  # to propose gamma tokens, divided by gamma
+  verify: float  # in a target forward pass over gamma + 1 tokens, or over the nodes of a tree
 
 
 def memory_bandwidth(repeats: int = 5) -> float:
   """Measure the bytes per second at which the first device reads its memory.
 
-  The device multiplies a float32 matrix by a vector, as in decoding, from the left and from the
-  right. The faster of the two counts. Each time is the median of the repeats.
+  A float32 matrix is multiplied by a vector from the left and from the right; the faster counts.
   """
   device = jax.devices()[0]
   side = CPU_SIDE if device.platform == "cpu" else ACCELERATOR_SIDE
@@ -70,16 +64,10 @@ def step_bytes(
   """Count the bytes that one decoding step, one draft step and one verification have to read.
 
   The count includes the parameters that are used and all slots of the caches, but not logits and
-  activations; see `read_bytes`. The prompts are [B, P], and the draft is built for gamma tokens.
+  activations; see `read_bytes`.
   """
   params = pair.params
   rng = jax.random.split(jax.random.key(0), len(prompt))
-
-  def before(draft: Draft) -> DecodeState:
-    """Return the shapes of the state before a round."""
-    decoder = Decoder(pair.target.model, draft, pair.verifier_for(sampling))
-    init = functools.partial(decoder.init, prompt=prompt, rng=rng, max_new_tokens=max_new_tokens)
-    return jax.eval_shape(init, params)
 
   def extend(state: DecodeState, num_tokens: int) -> float:
     block = jax.ShapeDtypeStruct((len(prompt), num_tokens), jnp.int32)
@@ -87,17 +75,26 @@ def step_bytes(
     return num_bytes * _shard_share(params.target)
 
   draft = pair.draft.build(sampling, chain(gamma))
-  state = before(draft)
+  state = _before(pair, draft, prompt, sampling, max_new_tokens)
+  plain = _before(pair, NullDraft(), prompt, sampling, max_new_tokens)
   proposed = read_bytes(draft.propose, params.draft, state.draft_state, state.context, rng)
   return StepBytes(
-    target_step=extend(before(NullDraft()), 1),
+    target_step=extend(plain, 1),
     draft_step=proposed * _shard_share(params.draft) / gamma,
     verify=extend(state, draft.tree.num_nodes),
   )
 
 
+def _before(
+  pair: Pair, draft: Draft, prompt: Array, sampling: Sampling, max_new_tokens: int
+) -> DecodeState:
+  decoder = Decoder(pair.target.model, draft, pair.verifier_for(sampling))
+  rng = jax.random.split(jax.random.key(0), len(prompt))
+  init = functools.partial(decoder.init, prompt=prompt, rng=rng, max_new_tokens=max_new_tokens)
+  return jax.eval_shape(init, pair.params)
+
+
 def _shard_share(params: Any) -> float:
-  """Return the fraction of the parameters that one device holds; 1 if they are not sharded."""
   leaves = jax.tree.leaves(params)
   if not leaves:
     return 1.0
@@ -106,13 +103,11 @@ def _shard_share(params: Any) -> float:
 
 
 def read_bytes(f, *args) -> int:
-  """Estimate the bytes that f(*args) reads from its arguments.
+  """Estimate the bytes that f(*args) reads from its arguments, arrays or their shapes.
 
-  Arguments are arrays or their shapes. An unused argument counts 0 bytes. If an argument is only
-  gathered or sliced, only the elements that are read count. Any other argument counts once, with
-  all its elements. A scan reads its inputs in every iteration; a while loop is assumed to run once.
-  It is assumed that no data stays in a processor cache between iterations, as the weights of a
-  small model may.
+  If an argument is only gathered or sliced, only the elements that are read count. Any other used
+  argument counts once. A scan reads its inputs in every iteration; a while loop is assumed to run
+  once. No data is assumed to stay in a processor cache between iterations.
   """
   reads, in_loops = _reads(jax.make_jaxpr(f)(*args).jaxpr)
   return sum(reads.values()) + in_loops
@@ -142,3 +137,55 @@ def _reads(jaxpr: Jaxpr) -> tuple[dict, int]:
 
 def _nbytes(var) -> int:
   return math.prod(var.aval.shape) * var.aval.dtype.itemsize
+
+
+def operations_ratio(pair: Pair, prompt: Array, sampling: Sampling) -> float:
+  """Compute c-hat: operations of a draft step / operations of a target step (Section 3.4).
+
+  Only matmuls count. The operations of a draft step are the difference between proposing two tokens
+  and proposing one.
+  """
+  rng = jax.random.split(jax.random.key(0), len(prompt))
+  params = pair.params
+
+  def operations(f, *args) -> int:
+    return matmul_operations(jax.make_jaxpr(f)(*args).jaxpr)
+
+  def before(draft: Draft) -> DecodeState:
+    return _before(pair, draft, prompt, sampling, max(0, 2 - draft.tree.depth))
+
+  def propose(gamma: int) -> int:
+    draft = pair.draft.build(sampling, chain(gamma))
+    state = before(draft)
+    return operations(draft.propose, params.draft, state.draft_state, state.context, rng)
+
+  block = jax.ShapeDtypeStruct((len(prompt), 1), jnp.int32)
+  step = operations(
+    pair.target.model.extend, params.target, before(NullDraft()).target_cache, block
+  )
+  return (propose(2) - propose(1)) / step
+
+
+def matmul_operations(jaxpr: Jaxpr) -> int:
+  """Count multiplications and additions in the matmuls of a program.
+
+  The body of a scan counts once per iteration, and the body of a while loop counts once. Of the
+  branches of a conditional, only the most expensive one counts.
+  """
+  total = 0
+  for eqn in jaxpr.eqns:
+    inner = [matmul_operations(each) for each in jaxprs_in_params(eqn.params)]
+    if eqn.primitive.name == "dot_general":
+      (contracted, _), _ = eqn.params["dimension_numbers"]
+      terms = math.prod(_shape(eqn.invars[0])[axis] for axis in contracted)
+      total += 2 * terms * math.prod(_shape(eqn.outvars[0]))
+    elif eqn.params.get("target_name") == skinny.MATMUL:
+      total += 2 * _shape(eqn.invars[0])[1] * math.prod(_shape(eqn.outvars[0]))
+    elif eqn.params.get("target_name") == skinny.ATTENTION:
+      total += 4 * _shape(eqn.invars[1])[2] * math.prod(_shape(eqn.outvars[0]))
+    total += eqn.params.get("length", 1) * max(inner, default=0)
+  return total
+
+
+def _shape(var: Any) -> tuple[int, ...]:
+  return var.aval.shape

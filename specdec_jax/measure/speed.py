@@ -1,50 +1,58 @@
-"""Measured speedup: the same texts are decoded with and without speculation, interleaved."""
+"""Measured speedup, alpha and costs of a pair on texts.
+
+The same texts are decoded with and without speculation, interleaved.
+"""
 
 import collections
+import dataclasses
 import functools
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 from jax import Array
 
-from specdec_jax.core.counts import num_tokens, require_finite
+from specdec_jax import theory
+from specdec_jax.core.counts import (
+  acceptance_by_position,
+  acceptance_rate,
+  identical,
+  num_rounds,
+  num_tokens,
+  require_finite,
+)
 from specdec_jax.core.decode import Decoder, NullDraft
 from specdec_jax.core.loading import DecodeSettings
 from specdec_jax.core.sampling import Sampling, row_keys
 from specdec_jax.core.trees import chain
-from specdec_jax.core.types import DecodeResult, Params
+from specdec_jax.core.types import DecodeResult, Draft, Params
 from specdec_jax.core.verify.tokens import TokenVerifier
-from specdec_jax.measure.costs import Costs, round_calls, round_costs, start_calls
-from specdec_jax.measure.timing import interleaved_seconds, ratio_range, timed
+from specdec_jax.data.quality import quality
+from specdec_jax.errors import InputError, require_count, require_seed
+from specdec_jax.measure.alpha import measure_alpha
+from specdec_jax.measure.costs import (
+  Costs,
+  interleaved_seconds,
+  ratio_range,
+  round_calls,
+  round_costs,
+  start_calls,
+)
+from specdec_jax.measure.records import Outputs, Record, Times, settings_to_measure
+from specdec_jax.measure.roofline import memory_bandwidth, operations_ratio, step_bytes
+from specdec_jax.measure.sweep import Report, Step
 from specdec_jax.pair import Pair
 
 NUM_COSTED = 24  # number of batches at which costs are timed
 
 
 class Baseline(NamedTuple):
-  """Autoregressive decoding of a pair's target; speedups are relative to its speed.
+  """Autoregressive decoding of a pair's target; speedups are relative to its speed."""
 
-  Attributes:
-    name: name of the implementation, for records.
-    decode: function of (prompt, rng, *, max_new_tokens, sampling) that returns a `DecodeResult`.
-  """
-
-  name: str
-  decode: Callable[..., DecodeResult]
-
-
-class Timing(NamedTuple):
-  """Settings of timed decoding: number of repeats, and baseline.
-
-  Attributes:
-    repeats: number of timed decodes of each text, interleaved.
-    baseline: baseline of the speedups; None for this package's autoregressive decoding.
-  """
-
-  repeats: int = 5
-  baseline: Baseline | None = None
+  name: str  # of the implementation, for records
+  decode: Callable[..., DecodeResult]  # of (prompt, rng, *, max_new_tokens, sampling)
 
 
 def own_baseline(pair: Pair) -> Baseline:
@@ -60,35 +68,92 @@ def own_baseline(pair: Pair) -> Baseline:
   return Baseline("own", decode)
 
 
+def speed_steps(
+  pair: Pair,
+  texts: Sequence[str],
+  settings: Sequence[DecodeSettings],
+  gammas: Sequence[int],
+  repeats: int = 5,
+  baseline: Baseline | None = None,
+  references: Sequence[str] | None = None,
+  metric: str = "BLEU",
+) -> list[Step]:
+  """Return the steps of a sweep that measure a pair on texts, one step per sampling method.
+
+  Args:
+    texts: sources, decoded `batch_size` at a time.
+    settings: settings that differ only in their sampling method.
+    gammas: numbers of draft tokens per round; each is measured with each of the settings.
+    repeats: number of timed decodes of each text, interleaved.
+    baseline: None for this package's autoregressive decoding.
+    references: reference text of each source, to score outputs against with `metric`.
+    metric: one of `quality.METRICS`.
+
+  Raises:
+    InputError: there is nothing to measure, an argument is out of range, or the number of
+      references differs from the number of texts.
+  """
+  require_count("repeats", repeats)
+  for each in settings:
+    require_seed(each.seed)
+    require_count("max_new_tokens", each.max_new_tokens)
+    pair.require_batch_size(each.batch_size)
+  if not (texts and gammas and settings):
+    raise InputError("There is nothing to measure: no texts, no gammas, or no samplings.")
+  score: Callable[[Sequence[DecodeResult]], float] | None = None
+  if references is not None:
+    if len(references) != len(texts):
+      raise InputError(f"There are {len(texts)} texts but {len(references)} references.")
+    # An unknown metric or a missing package fails now, not after hours.
+    quality(metric, references[:1], references[:1], texts[:1])
+
+    def score(outputs: Sequence[DecodeResult]) -> float:
+      decoded = [pair.vocabulary.decode(row) for batch in outputs for row in batch.tokens]
+      return quality(metric, decoded, references, texts)
+
+  baseline = baseline or own_baseline(pair)
+  batch_size = settings[0].batch_size
+  prompts = [pair.prompt(texts[i : i + batch_size]) for i in range(0, len(texts), batch_size)]
+
+  def measure(each: DecodeSettings, wanted: Sequence[Record], report: Report) -> Iterator[Record]:
+    since, gammas = time.perf_counter(), [setting.settings.gamma for setting in wanted]
+    speed = measure_speed(pair, prompts, gammas, each, repeats, baseline, report)
+    scores = {} if score is None else dict(metric=metric, baseline_quality=score(speed.baseline))
+    for record in _records(pair, prompts, each, wanted, speed):
+      if score is not None:
+        scores["quality"] = score(speed.speculative[record.settings.gamma])
+      yield record.replace(seconds=time.perf_counter() - since, **scores)
+
+  return [
+    Step(
+      f"{pair.draft.name}, temperature {each.sampling.temperature:g}",
+      settings_to_measure(pair, texts, [each], gammas, baseline.name, repeats),
+      functools.partial(measure, each),
+    )
+    for each in settings
+  ]
+
+
 class Speed(NamedTuple):
   """Outputs, total times and costs of decoding the same texts with and without speculation.
 
-  The times are sums over batches; the time of a batch is the median of its repeats.
-
-  Attributes:
-    baseline: outputs of autoregressive decoding, one `DecodeResult` per batch, on the host.
-    speculative: outputs of speculative decoding for each gamma.
-    baseline_s: seconds of autoregressive decoding.
-    speculative_s: seconds of speculative decoding for each gamma.
-    costs: costs for each gamma, timed between the decodes. They are medians over the repeats,
-      averaged over the batches at which they were timed.
-    ratios: for each gamma, the time of autoregressive decoding / the time of speculative decoding
-      in each repeat.
+  Times are sums over batches of the median over repeats. Costs are medians over the repeats,
+  averaged over batches.
   """
 
-  baseline: list[DecodeResult]
-  speculative: dict[int, list[DecodeResult]]
+  baseline: list[DecodeResult]  # outputs of each batch, on the host
+  speculative: dict[int, list[DecodeResult]]  # for each gamma
   baseline_s: float
   speculative_s: dict[int, float]
   costs: dict[int, Costs]
-  ratios: dict[int, np.ndarray]
+  ratios: dict[int, np.ndarray]  # [repeats], time of the baseline / time of speculative decoding
 
   def speedup(self, gamma: int) -> float:
     """Return the speedup: the ratio of the tokens per second, computed from totals."""
     return self._tokens_ratio(gamma) * self.baseline_s / self.speculative_s[gamma]
 
   def spread(self, gamma: int) -> tuple[float, float] | tuple[None, None]:
-    """Return the range of the speedup over the repeats (`timing.ratio_range`)."""
+    """Return the range of the speedup over the repeats (`costs.ratio_range`)."""
     return ratio_range(self.speedup(gamma), self._tokens_ratio(gamma) * self.ratios[gamma])
 
   def _tokens_ratio(self, gamma: int) -> float:
@@ -101,77 +166,166 @@ class Speed(NamedTuple):
     return (self.speculative_s[gamma] - prefill_s) / sum(int(o.num_rounds) for o in outputs)
 
 
-def ignore_progress(done: int) -> None:
-  """Do nothing."""
-
-
 def measure_speed(
   pair: Pair,
   prompts: Sequence[Array],
   gammas: Sequence[int],
   settings: DecodeSettings,
-  timing: Timing = Timing(),
-  progress: Callable[[int], None] = ignore_progress,
+  repeats: int,
+  baseline: Baseline,
+  report: Report = lambda share: None,
 ) -> Speed:
   """Measure the speed of decoding autoregressively and with each gamma, interleaved.
 
-  The speed of a shared machine changes within minutes. Therefore costs are timed between the
-  decodes, at NUM_COSTED batches, or up to twice as many, spread evenly. If there are fewer batches,
-  costs are timed at all of them.
-
-  Args:
-    pair: target and draft.
-    prompts: padded prompts [B, P] of each batch.
-    gammas: numbers of draft tokens per round to measure.
-    settings: settings of decoding, except for the batch size, which `prompts` determine.
-    timing: number of repeats, and baseline.
-    progress: function that is called after each batch with the number of finished batches.
+  The speed of a shared machine changes within minutes, so costs are timed between the decodes, at
+  NUM_COSTED to twice as many batches, spread evenly, or at all batches if there are fewer.
   """
   sampling, max_new_tokens, lenience = settings.sampling, settings.max_new_tokens, settings.lenience
-  baseline = timing.baseline or own_baseline(pair)
-  baseline_outputs: list[DecodeResult] = []
-  speculative: dict[int, list[DecodeResult]] = {gamma: [] for gamma in gammas}
-  text_s: list[np.ndarray] = []  # seconds of each text [repeats, calls]
-  parts_s: list[np.ndarray] = []  # median seconds of the parts of rounds [parts]
   drafts = [pair.draft.build(sampling, chain(gamma)) for gamma in gammas]
   shapes = collections.Counter(prompt.shape for prompt in prompts)
   typical = next(p for p in prompts if p.shape == shapes.most_common(1)[0][0])
   parts = round_calls(pair, drafts, typical, sampling, max_new_tokens, lenience)
-  decode_fns: list[Callable[..., DecodeResult]] = [
-    functools.partial(baseline.decode, sampling=sampling),
-    *(pair.decode_fn(sampling, chain(gamma), lenience) for gamma in gammas),
-  ]
+  decodes = {
+    "baseline": functools.partial(baseline.decode, sampling=sampling),
+    "speculative": {gamma: pair.decode_fn(sampling, chain(gamma), lenience) for gamma in gammas},
+  }
+  decoded, decode_s, start_s, part_s, first_row = [], [], [], [], 0
   every = max(1, len(prompts) // NUM_COSTED)
-  first_row = 0
   for i, prompt in enumerate(prompts):
     rng = row_keys(settings.seed, first_row, len(prompt))
     first_row += len(prompt)
-    arguments: dict[str, Any] = dict(prompt=prompt, rng=rng, max_new_tokens=max_new_tokens)
-    decodes = [functools.partial(decode, **arguments) for decode in decode_fns]
-    starts = start_calls(pair, drafts[0], prompt, max_new_tokens)
-    calls: list[Callable[[], object]] = [*decodes, *starts]
-    costed = parts if i % every == 0 else []
-    seconds, outputs = interleaved_seconds(
-      [functools.partial(timed, call) for call in (*calls, *costed)], timing.repeats
+    bind = functools.partial(
+      functools.partial, prompt=prompt, rng=rng, max_new_tokens=max_new_tokens
     )
-    outputs = [require_finite(decoded) for decoded in jax.device_get(outputs[: len(decodes)])]
-    baseline_outputs.append(outputs[0])
-    for gamma, output in zip(gammas, outputs[1:]):
-      speculative[gamma].append(output)
-    text_s.append(seconds[:, : len(calls)])
-    if costed:
-      parts_s.append(np.median(seconds[:, len(calls) :], axis=0))
-    progress(len(baseline_outputs))
-  medians = np.median(text_s, axis=1)
-  baseline_s, *speculative_s = map(float, np.sum(medians, axis=0)[:-2])
-  start_s, round_s = np.mean(medians, axis=0)[-2:], np.mean(parts_s, axis=0)
-  costs = round_costs(start_s.tolist(), round_s.tolist(), gammas)
-  baseline_repeats_s, *speculative_repeats_s = np.sum(text_s, axis=0).T[:-2]  # [repeats] each
+    calls = {
+      "decode": jax.tree.map(bind, decodes),
+      "start": start_calls(pair, drafts[0], prompt, max_new_tokens),
+      "parts": None if i % every else parts,
+    }
+    seconds, results = interleaved_seconds(calls, repeats)
+    outputs = jax.device_get(results["decode"])
+    jax.tree.map(require_finite, outputs, is_leaf=lambda each: isinstance(each, DecodeResult))
+    decoded.append(outputs)
+    decode_s.append(seconds["decode"])
+    start_s.append(seconds["start"])
+    part_s += [] if i % every else [seconds["parts"]]
+    report((i + 1) / len(prompts))
+  total_s, repeat_s = _over_batches(np.sum, decode_s), jax.tree.map(_sum, *decode_s)
+  costs = round_costs(_over_batches(np.mean, start_s), _over_batches(np.mean, part_s), gammas)
   return Speed(
-    baseline_outputs,
-    speculative,
-    baseline_s,
-    dict(zip(gammas, speculative_s)),
+    [each["baseline"] for each in decoded],
+    {gamma: [each["speculative"][gamma] for each in decoded] for gamma in gammas},
+    total_s["baseline"],
+    total_s["speculative"],
     dict(zip(gammas, costs)),
-    {gamma: baseline_repeats_s / s for gamma, s in zip(gammas, speculative_repeats_s)},
+    {gamma: repeat_s["baseline"] / s for gamma, s in repeat_s["speculative"].items()},
+  )
+
+
+def _over_batches(reduce: Callable[..., Any], seconds: Sequence[Any]) -> Any:
+  return jax.tree.map(lambda *each: float(reduce(np.median(each, axis=1))), *seconds)
+
+
+def _sum(*seconds: np.ndarray) -> np.ndarray:
+  return np.sum(seconds, axis=0)
+
+
+def _records(
+  pair: Pair,
+  prompts: Sequence[Array],
+  settings: DecodeSettings,
+  wanted: Sequence[Record],
+  speed: Speed,
+) -> Iterator[Record]:
+  sampling = settings.sampling
+  # Corollary 6 and the closed forms are about Algorithm 1.
+  is_algorithm_1 = type(pair.verifier_for(sampling)) is TokenVerifier
+  alpha, acceptance = pair.simulated_alpha if is_algorithm_1 else None, Outputs()
+  drafts = {gamma: pair.draft.build(sampling, chain(gamma)) for gamma in speed.speculative}
+  depends = any(draft.depends_on_outcomes for draft in drafts.values())
+  if is_algorithm_1 and alpha is None and not depends:
+    acceptance = measure_alpha(pair, prompts, speed.baseline, sampling, settings.lenience)
+    alpha = acceptance.alpha
+  is_comparable = sampling.temperature == 0 and pair.simulated_alpha is None
+  c_hat = operations_ratio(pair, prompts[0], sampling)
+  bandwidth = memory_bandwidth()
+  target_ids = {id(x) for x in jax.tree.leaves(pair.target.params)}
+  draft_arrays = [x for x in jax.tree.leaves(pair.draft.params) if id(x) not in target_ids]
+  for setting in wanted:
+    gamma = setting.settings.gamma
+    low, high = speed.spread(gamma)
+    outputs, costs = speed.speculative[gamma], speed.costs[gamma]
+    round_s = speed.round_s(gamma)
+    read = step_bytes(pair, gamma, prompts[0], sampling, settings.max_new_tokens)
+    yield dataclasses.replace(
+      setting,
+      outputs=dataclasses.replace(
+        acceptance,
+        alpha=alpha,
+        num_tokens=num_tokens(outputs),
+        rounds=num_rounds(outputs),
+        acceptance_rate=acceptance_rate(outputs),
+        acceptance_by_position=acceptance_by_position(outputs),
+        tokens_per_round=num_tokens(outputs) / num_rounds(outputs),
+        identical=identical(speed.baseline, outputs) if is_comparable else None,
+      ),
+      times=Times(
+        target_prefill_ms=1e3 * costs.target_start,
+        draft_prefill_ms=1e3 * costs.draft_start,
+        target_step_ms=1e3 * costs.target_step,
+        draft_step_ms=1e3 * costs.draft_step,
+        c=costs.c,
+        verify_ms=1e3 * costs.verify,
+        accept_ms=1e3 * costs.accept,
+        unaccounted_ms=1e3 * (round_s - (gamma * costs.draft_step + costs.verify + costs.accept)),
+        round_ms=1e3 * round_s,
+        verify_cost=costs.v,
+        draft_mb=1e-6 * sum(x.nbytes for x in draft_arrays),
+        memory_gb_per_s=1e-9 * bandwidth,
+        target_step_mb=1e-6 * read.target_step,
+        draft_step_mb=1e-6 * read.draft_step,
+        verify_mb=1e-6 * read.verify,
+        operations_ratio=c_hat,
+        operations_factor=(
+          None if alpha is None else float(theory.operations_factor(alpha, gamma, c_hat))
+        ),
+        baseline_pass_ms=1e3 * speed.baseline_s / sum(int(o.num_rounds) for o in speed.baseline),
+        baseline_tokens_per_s=num_tokens(speed.baseline) / speed.baseline_s,
+        speculative_tokens_per_s=num_tokens(outputs) / speed.speculative_s[gamma],
+        speedup=speed.speedup(gamma),
+        speedup_low=low,
+        speedup_high=high,
+      ),
+    ).replace(**_predictions(drafts[gamma], setting, speed, alpha))
+
+
+def _predictions(
+  draft: Draft, setting: Record, speed: Speed, alpha: float | None
+) -> dict[str, float | None]:
+  """Return the predicted speedups of a record, and None for times that mean nothing.
+
+  Without alpha, and for trees, the prediction uses the acceptance length of these rounds. If noise
+  makes a cost negative, there is no prediction.
+  """
+  gamma = setting.settings.gamma
+  outputs, costs = speed.speculative[gamma], speed.costs[gamma]
+  if draft.tree.verify_lengths:  # the costs apply only to rounds that propose all tokens
+    return dict(c=None, draft_step_ms=None)
+  if setting.settings.baseline != "own" or costs.c < 0 or costs.v <= 0:
+    return {}
+  if alpha is None or draft.tree != chain(gamma):
+    length = num_tokens(outputs) / num_rounds(outputs)
+    return dict(predicted_measured_cost=length / (gamma * costs.c + costs.v))
+  predict = functools.partial(theory.walltime_improvement, alpha, gamma, costs.c)
+  return dict(
+    predicted_theorem8=float(predict(1.0)),
+    predicted_measured_cost=float(predict(costs.v)),
+    predicted_finite_length=theory.text_improvement(
+      alpha,
+      gamma,
+      costs.c,
+      costs.v,
+      [output.lengths.tolist() for output in speed.baseline],
+      *costs.prefill_steps,
+    ),
   )

@@ -11,40 +11,24 @@ from rich.console import Console
 
 from specdec_jax.core.atomic_files import atomic_write
 from specdec_jax.measure.progress import Progress
-from specdec_jax.measure.records import Record, append, key, missing, open_results, read
-from specdec_jax.measure.reporting.formats import render
-from specdec_jax.measure.reporting.tables import Table
+from specdec_jax.measure.records import Record, append, missing, read, results_path
+from specdec_jax.measure.tables import Table, render
 
 Report = Callable[[float], None]  # function of the finished fraction of a step, from 0 to 1
 
 
 class Step(NamedTuple):
-  """Step of a sweep: settings that are measured by one call.
+  """Step of a sweep: settings that are measured by one call."""
 
-  Attributes:
-    description: text in front of the progress bar, such as "temperature 0".
-    settings: records without measurements.
-    measure: function of (missing settings, `Report`) that measures these settings and yields their
-      records.
-  """
-
-  description: str
-  settings: Sequence[Record]
-  measure: Callable[[Sequence[Record], Report], Iterable[Record]]
+  description: str  # text in front of the progress bar, such as "temperature 0"
+  settings: Sequence[Record]  # without measurements
+  measure: Callable[[Sequence[Record], Report], Iterable[Record]]  # of the missing settings
 
 
-def measure_missing(results: str, steps: Sequence[Step]) -> list[Record]:
-  """Measure the settings that `results` lacks, and append their records to it.
+def measure_missing(results: pathlib.Path, steps: Sequence[Step]) -> list[Record]:
+  """Measure the settings that `results` lacks, and return the records of all settings.
 
-  Compiled programs are dropped between steps, because a process can hold only a limited number of
-  programs.
-
-  Args:
-    results: path from `records.open_results`.
-    steps: steps of the sweep, in the order in which they are measured.
-
-  Returns:
-    The records of all settings, whether they were measured now or before.
+  Compiled programs are dropped between steps, because a process can hold only a limited number.
   """
   wanted = [setting for step in steps for setting in step.settings]
   todo = [(step, missing(results, step.settings)) for step in steps]
@@ -71,8 +55,8 @@ def measure_missing(results: str, steps: Sequence[Step]) -> list[Record]:
         append(results, record)
       done += len(settings)
       bar.update(task, completed=done)
-  keys = {key(setting) for setting in wanted}
-  return [record for record in read(results) if key(record) in keys]
+  keys = {setting.key for setting in wanted}
+  return [record for record in read(results) if record.key in keys]
 
 
 def sweep(
@@ -84,27 +68,22 @@ def sweep(
   """Measure missing settings, then print tables and write a page with the records of all settings.
 
   Args:
-    output_dir: folder of `results.jsonl` and `report.html`. It is opened before the first step, so
-      that a missing write permission raises before the work starts.
-    steps: steps of the sweep, or a function that returns them.
+    output_dir: folder of `results.jsonl` and `report.html`, opened before the first step.
     tables: function that takes the records of all settings and returns the tables to print.
-    page: function that takes the records of all settings and returns the content of `report.html`;
-      None for no page.
-
-  Raises:
-    InputError: another run has locked the folder.
-    OSError: the folder or a file in it cannot be written.
+    page: function from these records to the content of `report.html`; None for no page.
   """
-  with open_results(output_dir) as results:
-    measured = measure_missing(results, [*(steps() if callable(steps) else steps)])
-    report = pathlib.Path(results).with_name("report.html")
-    if page is not None:
-      with atomic_write(report) as file:
-        file.write(page(measured))
-  show(tables(measured), results, None if page is None else report)
+  results = results_path(output_dir)
+  measured = measure_missing(results, [*(steps() if callable(steps) else steps)])
+  report = None if page is None else results.with_name("report.html")
+  if page is not None and report is not None:
+    with atomic_write(report) as file:
+      file.write(page(measured))
+  show(tables(measured), results, report)
 
 
-def show(tables: Iterable[Table], results: str, report: pathlib.Path | None = None) -> None:
+def show(
+  tables: Iterable[Table], results: str | pathlib.Path, report: pathlib.Path | None = None
+) -> None:
   """Print tables, and the paths of the records and of the page."""
   console = Console(markup=False, soft_wrap=True)
   for table in tables:

@@ -21,18 +21,15 @@ class TransformerConfig:
     num_kv_heads: G, the number of heads of keys and values, each of which serves H / G heads of
       queries (grouped-query attention); None for H.
     head_dim: size of each head; `num_heads * head_dim` need not be `emb_dim`.
-    mlp_dim: hidden width of the feed-forward blocks.
     num_decoder_layers: L, the number of decoder layers.
     gated: whether feed-forward blocks are gated (two input projections), as in T5 1.1.
     activation: 'gelu' (tanh approximation), 'gelu_exact' (BART), 'relu' (T5 1.0) or 'silu'
       (Flan-UL2).
     norm_position: where the norms of a block are: 'before' the block (T5), 'after' the residual
       connection (BART), or 'both' before the block and before the residual connection (Gemma).
-    has_final_norm: whether a norm follows the last layer.
     embedding_norm: whether a norm follows the embeddings (BART).
     tied_logits: True if logits are computed with the token embeddings; False if they are computed
       with a separate matrix.
-    logits_bias: whether logits have a bias.
     logits_cap: soft cap of logits, cap * tanh(logits / cap); None for no cap.
     attention_cap: soft cap of attention logits before masking; None for no cap.
     biases: whether all layers except the logits have biases, and norms subtract the mean. False for
@@ -44,8 +41,8 @@ class TransformerConfig:
     rope_theta: base of rotary position embeddings (Su et al., 2021); None for other positions.
     window: in layers 0, 2, 4 and so on, a token attends only to tokens whose distance is smaller
       than this number. None for no limit.
-    padded_vocab_size: number of rows of the embedding table, including padding (32,128 for the
-      32,100 pieces of T5); None if there is no padding. Logits of padding rows are dropped.
+    padded_vocab_size: number of rows of the embedding table, if it has padding (32,128 for the
+      32,100 pieces of T5). Logits of padding rows are dropped.
     num_output_tokens: number of tokens that have logits of their own, for a draft; the parameter
       `output_tokens` has their ids, and the probability of all other tokens is 0. None for all
       tokens. It needs untied logits.
@@ -57,7 +54,6 @@ class TransformerConfig:
       output column (`quantization.quantize`).
     dtype: float32 or bfloat16. It is the dtype of matmuls, except that 'xla' computes logits in
       float32. It is also the dtype of activations, unless `kernels` is 'skinny'.
-    dropout_rate: dropout rate in training.
     eos_id: id of EOS, the token that ends a text.
     start_id: id of the token that precedes each text. None for GPT-2, which has no start token; a
       text with an empty prompt starts with EOS instead.
@@ -141,7 +137,6 @@ class T5Config(TransformerConfig):
   """Configuration of an encoder-decoder: T5 (Raffel et al., 2020), T5Gemma or a model like BART.
 
   Attributes:
-    num_encoder_layers: number of encoder layers.
     encoder_sizes: (emb_dim, num_heads, num_kv_heads, head_dim, mlp_dim) of the encoder, if they
       differ from those of the decoder.
     encoder_embeddings: whether the encoder has its own table of token embeddings.
@@ -188,11 +183,7 @@ class GPTConfig(TransformerConfig):
 
 
 def named_dtype(name: str):
-  """Return the dtype that has the given name.
-
-  Raises:
-    InputError: the name is neither 'float32' nor 'bfloat16'.
-  """
+  """Return the dtype 'float32' or 'bfloat16'; raise InputError for any other name."""
   if name not in ("float32", "bfloat16"):
     raise InputError(f"dtype is {name!r}; use 'float32' or 'bfloat16'.")
   return jnp.dtype(name)

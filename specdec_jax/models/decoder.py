@@ -100,7 +100,6 @@ class Decoder(nn.Module):
   """Stack of decoder layers, with positions, a final norm and logits.
 
   Attributes:
-    config: configuration of the model.
     feature_layers: layers whose outputs are the hidden states, one after the other along the last
       axis; by default, hidden states are those after the final norm.
   """
@@ -140,21 +139,11 @@ class Decoder(nn.Module):
     first: Int[Array, ""] | int = 0,
     deterministic: bool = True,
   ) -> tuple[Float[Array, "B K V"], Float[Array, "B K states"], tuple[KeysValues, ...]]:
-    """Process a block of tokens.
+    """Process a block of tokens, as `core.types.Model.extend` does.
 
-    Args:
-      x: embedded tokens. With a cache they are nodes `first` to `first + K - 1` of `tree`.
-      embedding: table of token embeddings, for tied logits.
-      cross: keys and values of the source for each layer.
-      cross_bias: bias of cross-attention.
-      cached: for each layer, keys and values of the tokens before the block; None for no cache.
-      length: number of tokens in the cache.
-      tree: positions and visibility of the nodes; None for a chain.
-      first: index of the first node.
-      deterministic: False to apply dropout.
-
-    Returns:
-      Logits in float32, hidden states, and for each layer keys and values (see `DecoderLayer`).
+    `x` has the embedded tokens. Without a cache (`cached`), the block has all tokens. `embedding`
+    is used for tied logits only. Dropout is applied unless `deterministic`. Return logits in
+    float32, hidden states, and for each layer keys and values (see `DecoderLayer`).
     """
     cfg = self.config
     batch, block, _ = x.shape
@@ -213,7 +202,7 @@ def require_positions(config: TransformerConfig, num_prompt: int, num_slots: int
   """Raise InputError if a prompt or a cache is longer than the absolute positions of a model."""
   if config.num_positions and max(num_prompt, num_slots) > config.num_positions:
     raise InputError(
-      f"A prompt of {num_prompt} tokens, the new ones and a block of guesses take {num_slots} "
+      f"A prompt of {num_prompt} tokens, the new ones and a block of draft tokens take {num_slots} "
       f"positions, but the model has {config.num_positions}; lower max_new_tokens, or "
       "max_source_tokens for shorter prompts."
     )

@@ -8,8 +8,7 @@ import jax.numpy as jnp
 from jax import Array
 from jaxtyping import Key
 
-from specdec_jax.core.types import Model
-from specdec_jax.core.wrappers import WrappedModel
+from specdec_jax.core.types import Model, WrappedModel
 from specdec_jax.errors import InputError
 from specdec_jax.models.config import GPTConfig, T5Config
 from specdec_jax.models.gpt import GPT, GPTModel
@@ -36,12 +35,7 @@ def config_of(model: Model) -> Config | None:
 
 
 def with_feature_layers(model: Model, layers: tuple[int, ...]) -> Model:
-  """Return a model whose hidden states are the outputs of `layers`; see `Decoder`.
-
-  Raises:
-    InputError: these are not the layers of the model already, and it is neither a T5 nor a
-      decoder-only model of this project.
-  """
+  """Return a model whose hidden states are the outputs of `layers`; see `Decoder`."""
   if feature_layers(model) == layers:
     return model
   if isinstance(model, WrappedModel):
@@ -67,19 +61,13 @@ def init_params(config: Config, rng: Key[Array, ""]) -> Any:
 def for_decoding(
   config: Any, params: Any, concatenate: Callable[..., Any] = jnp.concatenate
 ) -> tuple[Any, Any]:
-  """Return a configuration and parameters with which a model runs fewer, larger matmuls.
+  """Return a configuration and parameters with which a model or head runs fewer, larger matmuls.
 
-  One matrix computes queries, keys and values of self-attention, and one matrix computes both input
+  One matrix computes queries, keys and values of self-attention, and one matrix both input
   projections of a gated feed-forward block. Tied logits get their own matrix, because a matmul with
   a transposed embedding table is slow on a CPU; the divisor of T5's tied logits is merged into the
-  norm before them. Call this function once, when a model is loaded: it copies these matrices,
-  unless they are still on disk (`checkpoints.stored`). If `config` is already fused, `config` and
-  `params` are returned unchanged.
-
-  Args:
-    config: configuration of a model or of a learned draft head.
-    params: parameters of the model or head.
-    concatenate: function that concatenates arrays of `params`.
+  norm before them. These matrices are copied, unless they are still on disk (`checkpoints`). If
+  `config` is already fused, `config` and `params` are returned unchanged.
   """
 
   def concatenate_layers(parts: dict[str, Any], *names: str) -> dict[str, Any]:

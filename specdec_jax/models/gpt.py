@@ -24,25 +24,14 @@ from specdec_jax.models.layers import embedder
 
 @struct.dataclass
 class GPTCache:
-  """Cache of a decoder-only model: all committed tokens except the last one.
-
-  Attributes:
-    length: number of cached tokens of each row. Slots from `length` on are masked until they are
-      overwritten.
-    layers: for each layer, its keys and its values, both of shape [B, G, T, D].
-  """
+  """Cache of a decoder-only model: all committed tokens except the last one."""
 
   length: Int[Array, " B"]
   layers: tuple[KeysValues, ...]
 
 
 class GPT(nn.Module):
-  """Decoder-only model, with the methods that `GPTModel` and training call.
-
-  Attributes:
-    config: configuration of the model.
-    feature_layers: see `Decoder`.
-  """
+  """Decoder-only model, with the methods that `GPTModel` and training call."""
 
   config: GPTConfig
   feature_layers: tuple[int, ...] = ()
@@ -96,14 +85,7 @@ class GPT(nn.Module):
 
 @dataclasses.dataclass(frozen=True)
 class GPTModel:
-  """Decoder-only model as a `Model`: `prefill` processes the prompt in one forward pass.
-
-  `prefill` raises InputError if the cache has more slots than the model has learned positions.
-
-  Attributes:
-    config: configuration of the model.
-    feature_layers: see `Decoder`.
-  """
+  """Decoder-only model as a `Model`: `prefill` processes the prompt in one forward pass."""
 
   config: GPTConfig
   feature_layers: tuple[int, ...] = dataclasses.field(default=(), kw_only=True)

@@ -52,10 +52,7 @@ class Dense(nn.Module):
   """Linear layer, with a bias if the model has biases.
 
   Attributes:
-    config: configuration of the model; `TransformerConfig.kernels` selects the matmul.
-    features: size of the output.
     dtype: dtype of the matmul with kernels 'xla'; None to use `config.dtype`.
-    kernel_init: initializer of the matrix.
     biases: False if the layer has no bias even if the model has biases.
   """
 
@@ -181,14 +178,7 @@ def add_block(
   block: Float[Array, "*batch E"],
   after: nn.Module | None,
 ) -> Float[Array, "*batch E"]:
-  """Add the output of a block to the residual stream `x`; see `TransformerConfig.norm_position`.
-
-  Args:
-    config: configuration of the model.
-    x: residual stream.
-    block: output of the block.
-    after: norm after the block, if there is one.
-  """
+  """Add the output of a block to the residual stream `x`; see `TransformerConfig.norm_position`."""
   if after is None:
     return x + block
   return after(x + block) if config.norm_position == "after" else x + after(block)
@@ -225,10 +215,6 @@ class Attention(nn.Module):
 
   The projections are separate methods, so that the caller can cache keys and values. There are G
   heads of keys and values (`TransformerConfig.kv_heads`).
-
-  Attributes:
-    config: configuration of the model.
-    fused: whether queries, keys and values are computed by one matmul.
   """
 
   config: TransformerConfig
@@ -259,12 +245,7 @@ class Attention(nn.Module):
   def queries_keys_values(
     self, x: Float[Array, "B K E"], rotation: Rotation | None = None
   ) -> tuple[Float[Array, "B H K D"], tuple[Float[Array, "B G K D"], Float[Array, "B G K D"]]]:
-    """Return the queries, keys and values of tokens for self-attention.
-
-    Args:
-      x: hidden states.
-      rotation: rotation of queries and keys; see `rotation`.
-    """
+    """Return the queries, keys and values of tokens for self-attention."""
     if self.fused:
       width, kv_width = (
         n * self.config.head_dim for n in (self.config.num_heads, self.config.kv_heads)
@@ -353,7 +334,6 @@ def window_masks(
   """Return masks of attention logits, 0 or MASKED: one, or those of even and of odd layers.
 
   Args:
-    config: configuration of the model; only layers with even numbers have its window.
     visible: True where a query may attend to a key.
     distance: position of the query minus position of the key.
   """

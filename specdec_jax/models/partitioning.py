@@ -15,8 +15,14 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionS
 from jaxtyping import Float, Int, Key
 
 from specdec_jax.core.trees import AnyTree, NodeLayout
-from specdec_jax.core.types import Context, Outcome, Proposal
-from specdec_jax.core.wrappers import WrappedDraft, WrappedModel
+from specdec_jax.core.types import (
+  Context,
+  DraftOptions,
+  Outcome,
+  Proposal,
+  WrappedDraft,
+  WrappedModel,
+)
 from specdec_jax.errors import InputError, require_count
 from specdec_jax.models.config import T5Config, TransformerConfig
 from specdec_jax.models.families import config_of
@@ -47,24 +53,20 @@ PARAM_AXES: dict[str, tuple[str | None, ...]] = {
 STATE_AXES: dict[str, tuple[str | None, ...]] = {
   **dict.fromkeys(("prompt", "tokens", "length", "prompt_length", "num_rounds"), ("batch",)),
   **dict.fromkeys(("limit", "done", "rng", "not_finite", "hidden", "log_probs"), ("batch",)),
-  "q": ("batch", "guesses", "vocab"),
+  "q": ("batch", "draft_tokens", "vocab"),
   **dict.fromkeys(("layers", "cross"), ("batch", "heads")),
   **dict.fromkeys(("cross_bias", "salt"), ("batch",)),
-  **dict.fromkeys(("guesses", "path"), (None, "batch")),
+  **dict.fromkeys(("draft_tokens", "path"), (None, "batch")),
   **dict.fromkeys(("num_accepted", "next_token", "num_emitted"), (None, "batch")),
 }
 
 
 def make_mesh(model_parallel: int = 1, devices: Sequence[jax.Device] | None = None) -> Mesh:
-  """Return a mesh of devices with the axes 'data' and 'model'.
+  """Return a mesh of devices with the axes 'data' and 'model', the latter of size `model_parallel`.
 
   Args:
-    model_parallel: size of the axis 'model'.
     devices: devices of the mesh; by default those of this host, because hosts that decode a dataset
       together run separate programs.
-
-  Raises:
-    InputError: model_parallel is not a positive integer that divides the number of devices.
   """
   require_count("model_parallel", model_parallel)
   devices = jax.local_devices() if devices is None else devices
@@ -81,26 +83,16 @@ def make_mesh(model_parallel: int = 1, devices: Sequence[jax.Device] | None = No
 def param_shardings(
   shapes: Any, mesh: AnyMesh, rules: Rules = RULES, config: TransformerConfig | None = None
 ) -> Any:
-  """Return the sharding of each parameter.
+  """Return the sharding of each parameter, in a pytree with the structure of `shapes`.
 
-  An array is replicated along an axis whose size is not a multiple of the mesh axis. For example,
-  the attention of T5 1.1 small, which has 6 heads, is replicated across 4 devices. The size of an
-  axis of heads is its number of heads, so no head is divided. An array whose name is not in
-  PARAM_AXES is replicated, too.
-
-  Without `config`, the number of heads is inferred from the relative position bias. If a model has
-  no such bias, its attention kernels may be divided inside a head. The result is then still
-  correct, but devices communicate more.
+  An array is replicated along an axis whose size is not a multiple of the mesh axis, and if its
+  name is not in PARAM_AXES. The size of an axis of heads is its number of heads, so no head is
+  divided. Without `config`, that number is inferred from the relative position bias. Without such
+  a bias, heads may be divided: the result is still correct, but devices communicate more.
 
   Args:
     shapes: pytree of parameters, named as in t5x, or of their shapes (`jax.ShapeDtypeStruct`).
-    mesh: mesh of devices, such as the result of `make_mesh`.
-    rules: pairs of a logical axis and the mesh axis that it is sharded across.
-    config: configuration of the model. `load_pair` passes it to the functions that it is given as
-      shardings.
-
-  Returns:
-    A pytree of `NamedSharding` with the structure of `shapes`.
+    config: configuration of the model; `load_pair` passes it to functions given as shardings.
 
   Raises:
     InputError: a rule names an unknown axis, or shards heads while `families.for_decoding` has
@@ -128,33 +120,13 @@ def param_shardings(
 
 
 def state_shardings(state: Any, mesh: AnyMesh, rules: Rules = RULES) -> Any:
-  """Return the sharding of each array of a cache, a `Proposal` or a `core.decode.DecodeState`.
-
-  An array is replicated along an axis whose size is not a multiple of the mesh axis.
-
-  Args:
-    state: pytree of arrays.
-    mesh: mesh of devices.
-    rules: pairs of a logical axis and the mesh axis that it is sharded across.
-
-  Returns:
-    A pytree of `NamedSharding` with the structure of `state`.
-
-  Raises:
-    InputError: a rule names an unknown axis.
-  """
+  """Return the sharding of each array of a cache, a `Proposal` or a `core.decode.DecodeState`."""
   return _shardings(state, STATE_AXES, mesh, rules)
 
 
 @dataclasses.dataclass(frozen=True)
 class PartitionedModel(WrappedModel):
-  """Model whose prompts and caches are sharded across the devices of a mesh.
-
-  Attributes:
-    model: the wrapped model.
-    mesh: mesh of devices.
-    rules: see `param_shardings`.
-  """
+  """Model whose prompts and caches are sharded across the devices of a mesh."""
 
   mesh: AnyMesh
   rules: Rules = RULES
@@ -194,14 +166,8 @@ class PartitionedModel(WrappedModel):
 class PartitionedDraft(WrappedDraft):
   """Draft whose state and proposals are sharded across the devices of a mesh.
 
-  A sharding constraint is applied to q, too. Without it, the compiler would shard the logits of a
-  replicated draft by vocabulary, like those of the target, and devices would communicate in every
-  draft step.
-
-  Attributes:
-    draft: the wrapped draft.
-    mesh: mesh of devices.
-    rules: see `param_shardings`.
+  A sharding constraint is applied to q, too. Otherwise the compiler would shard the logits of a
+  replicated draft by vocabulary, like the target's, and devices would communicate in every step.
   """
 
   mesh: AnyMesh
@@ -226,23 +192,15 @@ class PartitionedDraft(WrappedDraft):
 def sharded(pair: Any, mesh: AnyMesh, rules: Rules = RULES, draft_rules: Rules = REPLICATED) -> Any:
   """Return a pair that is sharded across the devices of a mesh.
 
-  Parameters that already have the right sharding are not moved.
-
-  Args:
-    pair: the `Pair`.
-    mesh: mesh of devices.
-    rules: rules for the target; see `param_shardings`.
-    draft_rules: rules for the draft. By default, the draft's parameters are replicated.
-
-  Raises:
-    InputError: see `param_shardings`.
+  Parameters that already have the right sharding are not moved. By default, the draft's parameters
+  are replicated.
   """
 
   def put(params, rules, config=None):
     return jax.device_put(params, param_shardings(params, mesh, rules, config))
 
-  def build(sampling, tree):
-    return PartitionedDraft(pair.draft.build(sampling, tree), mesh, draft_rules)
+  def build(sampling, tree, options=DraftOptions()):
+    return PartitionedDraft(pair.draft.build(sampling, tree, options), mesh, draft_rules)
 
   model = PartitionedModel(pair.target.model, mesh, rules)
   params = put(pair.target.params, rules, config_of(pair.target.model))
@@ -278,7 +236,6 @@ def _shardings(
 
 
 def _mesh_axes(rules: Rules, mesh: AnyMesh) -> dict[str | None, str | None]:
-  """Return the mesh axis of each logical axis in `rules`; raise InputError for an unknown axis."""
   known = {axis for axes in (*PARAM_AXES.values(), *STATE_AXES.values()) for axis in axes if axis}
   for axis, over in rules:
     if axis not in known or over not in (None, *mesh.shape):

@@ -32,11 +32,6 @@ def param_dtype(path: tuple[Any, ...], array: Any, config: Any) -> Any:
   It is `config.dtype`, except for int8 matrices, their float32 scales and token ids. Token
   embeddings have the dtype of activations: XLA for CPUs cannot look up rows of a bfloat16 table,
   and would convert the whole table to float32 for each text.
-
-  Args:
-    path: path of the parameter in the tree of parameters, as in `jax.tree_util`.
-    array: the parameter, or any object with its dtype.
-    config: configuration of the model or draft head.
   """
   if np.issubdtype(array.dtype, np.integer) or path[-1].key == "kernel_scale":
     return array.dtype

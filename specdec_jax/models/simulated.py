@@ -11,8 +11,7 @@ from jax import Array
 from jaxtyping import Bool, Float, Int, UInt
 
 from specdec_jax.core.trees import AnyTree, NodeLayout, chain, require_static
-from specdec_jax.core.types import Model
-from specdec_jax.core.wrappers import WrappedModel
+from specdec_jax.core.types import Model, WrappedModel
 from specdec_jax.errors import require_number
 
 _BASE = np.uint32(0x9E3779B1)  # odd and large: hashes are polynomials in it, modulo 2^32
@@ -21,12 +20,7 @@ CERTAIN = 1e9  # added to a logit; exp(-CERTAIN / temperature) is exactly 0 in f
 
 @struct.dataclass
 class SimulatedCache:
-  """Cache of a `SimulatedModel`: the cache of its model, and a hash of the prompt of each row.
-
-  Attributes:
-    model: cache of the wrapped model.
-    salt: hash of each prompt.
-  """
+  """Cache of a `SimulatedModel`: the cache of its model, and a hash of the prompt of each row."""
 
   model: Any
   salt: UInt[Array, " B"]
@@ -41,23 +35,17 @@ class SimulatedCache:
 class SimulatedModel(WrappedModel):
   """Target that runs `model`, and adjusts its logits so that `alpha` is the acceptance rate.
 
-  The logits at the parent of a draft token make p(token) either 1 or 0. A pseudo-random function of
-  the prompt, the position and the token decides which. Acceptance therefore does not depend on q or
-  on the sampling method, and it is independent between positions, as Equation 1 assumes. If several
-  siblings would be accepted, only the first of them has p = 1.
-
-  At nodes without children, and after a rejection, the next token has the model's own distribution,
-  except that EOS and rejected tokens are impossible. So each text has the maximum length. A draft
-  token that is EOS is always rejected; `alpha` applies to all others. The texts have no meaning.
+  A pseudo-random function of the prompt, the position and the token decides whether a draft token
+  has p = 1 or p = 0. Acceptance therefore does not depend on q or on the sampling method, and is
+  independent between positions, as Equation 1 assumes. If several siblings would have p = 1, only
+  the first of them does. At nodes without children, and after a rejection, the next token has the
+  model's own distribution, but EOS and rejected tokens are impossible, so each text has the maximum
+  length.
 
   Attributes:
-    model: the wrapped model, M_p.
-    alpha: probability that a draft token is accepted, in [0, 1].
+    alpha: probability that a draft token other than EOS is accepted, in [0, 1].
     eos_id: id of EOS of the target; -1 if it has no EOS.
     seed: seed of the pseudo-random function.
-
-  Raises:
-    InputError: alpha is outside [0, 1]; or (in `extend`) the tree is dynamic.
   """
 
   alpha: float
@@ -86,17 +74,17 @@ class SimulatedModel(WrappedModel):
   ) -> tuple[Float[Array, "B K V"], Float[Array, "B K E"], SimulatedCache]:
     model_logits, hidden, inner = self.model.extend(params, cache.model, tokens, tree, first)
     tree = require_static("simulated acceptance", tree or chain(tokens.shape[1] - 1))
-    guesses, parents = tokens[:, 1:], np.array(tree.parents, np.int32)
+    draft_tokens, parents = tokens[:, 1:], np.array(tree.parents, np.int32)
     positions = (cache.length + first)[:, None] + jnp.asarray(tree.depths[1:])
     hashed = (cache.salt[:, None] * _BASE + positions.astype(jnp.uint32)) * _BASE
-    right = jax.vmap(jax.vmap(self._is_right))(hashed + guesses.astype(jnp.uint32))  # [B, N]
+    right = jax.vmap(jax.vmap(self._is_right))(hashed + draft_tokens.astype(jnp.uint32))  # [B, N]
     # is_earlier[i, j]: j is an earlier sibling of i.
     is_earlier = (parents[:, None] == parents) & (tree.ranks[:, None] > tree.ranks)
-    is_repeated = (is_earlier & (guesses[:, :, None] == guesses[:, None])).any(axis=-1)
+    is_repeated = (is_earlier & (draft_tokens[:, :, None] == draft_tokens[:, None])).any(axis=-1)
     right &= ~(right[:, None] & is_earlier).any(axis=-1)
     vocabulary = jnp.arange(model_logits.shape[-1])
     bonus = jnp.where(is_repeated, 0.0, jnp.where(right, CERTAIN, -CERTAIN))
-    bonus = bonus[..., None] * (guesses[..., None] == vocabulary)
+    bonus = bonus[..., None] * (draft_tokens[..., None] == vocabulary)
     if tree.is_chain:
       bonus = jnp.pad(bonus, ((0, 0), (0, 1), (0, 0)))  # the last token verifies no draft token
     else:

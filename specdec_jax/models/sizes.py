@@ -42,9 +42,6 @@ def t5_config(size: str, version: str | float = "1.1", **overrides) -> T5Config:
     version: '1.0' (ReLU, tied logits) or '1.1' (gated GELU, untied logits); the numbers 1.0 and 1.1
       are accepted too.
     **overrides: fields of `T5Config` that differ from the published ones.
-
-  Raises:
-    InputError: the size or the version is not known.
   """
   version = version_name(version)
   if version not in _SIZES:
@@ -117,9 +114,6 @@ def gpt_config(size: str, family: str = "gpt_like", **overrides) -> GPTConfig:
       published; they follow the proportions of the other sizes.
     family: 'gpt_like', 'gpt2' or 'lamda'.
     **overrides: fields of `GPTConfig` that differ from the published ones.
-
-  Raises:
-    InputError: the size or the family is not known.
   """
   if family not in _GPT_SIZES:
     raise InputError(f"Family {family!r} is not known; use one of {', '.join(_GPT_SIZES)}.")
@@ -279,13 +273,9 @@ def encoder_decoder_config(size: str, family: str, **overrides) -> T5Config:
   """Return the published configuration of an encoder-decoder of a family other than T5.
 
   Args:
-    size: size of the model; see `sizes_of`.
     family: 'mt5', 'byt5', 'umt5', 'ul2', 'madlad', 'codet5', 't5gemma', 'bart', 'mbart', 'pegasus',
       'marian', 'm2m100' or 'nllb'.
     **overrides: fields of `T5Config` that differ from the published ones.
-
-  Raises:
-    InputError: the size or the family is not known.
   """
   sizes = sizes_of(family)
   if size not in sizes:
@@ -308,11 +298,7 @@ def encoder_decoder_config(size: str, family: str, **overrides) -> T5Config:
 
 
 def sizes_of(family: str) -> tuple[str, ...]:
-  """Return the names of the sizes of a family.
-
-  Raises:
-    InputError: the family is not known.
-  """
+  """Return the names of the sizes of a family."""
   tables: dict[str, Iterable[str]] = {
     **_SIZES,
     **_FAMILY_SIZES,
@@ -325,11 +311,7 @@ def sizes_of(family: str) -> tuple[str, ...]:
 
 
 def named_config(version: str | float, size: str, **overrides) -> T5Config | GPTConfig:
-  """Return the published configuration of an encoder-decoder or of a decoder-only model.
-
-  `version` is a version of T5 (see `t5_config`) or a family (see `encoder_decoder_config` and
-  `gpt_config`).
-  """
+  """Return the published configuration of one size of a T5 version or of another family."""
   version = version_name(version)
   if version in _SIZES:
     return t5_config(size, version, **overrides)

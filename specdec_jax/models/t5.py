@@ -42,9 +42,6 @@ class T5Cache:
   """Cache of a T5 decoder: the committed tokens except the last one, and the encoded source.
 
   Attributes:
-    length: number of cached tokens of each row. Slots from `length` on are masked until they are
-      overwritten.
-    layers: for each layer, keys and values of self-attention, both of shape [B, G, T, D].
     cross: for each layer, keys and values of the encoded sources, both of shape [sources, G, S, D].
       If there are fewer sources than rows, consecutive rows share a source.
     cross_bias: bias of cross-attention: 0 at source tokens and MASKED at padding.
@@ -144,12 +141,7 @@ class Encoder(nn.Module):
 
 
 class T5(nn.Module):
-  """Encoder-decoder, with the methods that `T5Model` and training call.
-
-  Attributes:
-    config: configuration of the model.
-    feature_layers: see `Decoder`.
-  """
+  """Encoder-decoder, with the methods that `T5Model` and training call."""
 
   config: T5Config
   feature_layers: tuple[int, ...] = ()
@@ -232,15 +224,7 @@ class T5(nn.Module):
 
 @dataclasses.dataclass(frozen=True)
 class T5Model:
-  """Encoder-decoder as a `Model`: `prefill` runs the encoder, `extend` the decoder.
-
-  `prefill` raises InputError if the cache or the source is longer than the absolute positions of
-  the model.
-
-  Attributes:
-    config: configuration of the model.
-    feature_layers: see `Decoder`.
-  """
+  """Encoder-decoder as a `Model`: `prefill` runs the encoder, `extend` the decoder."""
 
   config: T5Config
   feature_layers: tuple[int, ...] = dataclasses.field(default=(), kw_only=True)

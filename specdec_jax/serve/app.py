@@ -23,12 +23,7 @@ class Server:
   """HTTP server of a service. Its event loop runs in a thread of its own."""
 
   def __init__(self, service: Service, listener: socket.socket):
-    """Start to accept connections.
-
-    Args:
-      service: pair that is served.
-      listener: socket that listens.
-    """
+    """Start to accept connections at a socket that listens."""
     self._service = service
     app = Starlette(
       routes=[
@@ -64,11 +59,7 @@ class Server:
     return self._thread.is_alive() and self._service.engine.is_healthy
 
   def close(self, seconds: float) -> None:
-    """Stop the server. Meanwhile, it answers new requests with status 503.
-
-    Args:
-      seconds: time that the requests which have begun may take.
-    """
+    """Stop the server after at most `seconds` for begun requests; new ones get status 503."""
     self._service.engine.drain(seconds)
     self._service.engine.stop()
     self._uvicorn.should_exit = True

@@ -16,24 +16,19 @@ from apache_beam.ml.inference.base import KeyedModelHandler, ModelHandler, RunIn
 from apache_beam.options.pipeline_options import PipelineOptions
 from apache_beam.runners.runner import PipelineResult
 
-from specdec_jax.commands.translate import count_records, decode_lines, output_records
 from specdec_jax.core.loading import DecodeSettings
 from specdec_jax.core.trees import Tree
 from specdec_jax.data.text import iter_sources
 from specdec_jax.errors import InputError
 from specdec_jax.pair import Pair
+from specdec_jax.serve.lines import count_records, decode_lines, output_record
 
 
 class TextBlock(NamedTuple):
-  """Consecutive texts of a data set.
-
-  Attributes:
-    first: index of the first text in the data set, a multiple of the batch size.
-    texts: the texts.
-  """
+  """Consecutive texts; `first`, a multiple of the batch size, is the index of the first text."""
 
   first: int
-  texts: list[str]
+  sources: list[dict[str, Any]]
 
 
 DecodeFn = Callable[[TextBlock], list[dict]]
@@ -42,22 +37,14 @@ DecodeFn = Callable[[TextBlock], list[dict]]
 class SpeculativeModelHandler(ModelHandler[TextBlock, list[dict], DecodeFn]):
   """Model handler for `RunInference` that decodes each `TextBlock` speculatively.
 
-  The prediction for a block has a record for each text (`translate.output_records`). The random
-  keys of a text depend only on the seed and on the index of the text in the data set, and texts of
-  different blocks are not decoded together. The outputs therefore do not depend on how a runner
-  divides the blocks into bundles.
-
-  The counters `texts`, `tokens`, `rounds`, `guesses` and `accepted` have the namespace 'specdec'.
+  The prediction for a block has a record for each text (`lines.output_record`). Its random keys
+  depend only on the seed and the index of the text, and texts of different blocks are not decoded
+  together, so the outputs do not depend on how a runner divides the blocks into bundles. The
+  counters `texts`, `tokens`, `rounds`, `draft_tokens` and `accepted` have the namespace 'specdec'.
   """
 
   def __init__(self, load_pair: Callable[[], Pair], tree: Tree, settings: DecodeSettings):
-    """Initialize the handler.
-
-    Args:
-      load_pair: picklable function that returns the pair. Each worker process calls it once.
-      tree: tree of draft tokens; `chain(0)` for autoregressive decoding.
-      settings: settings of decoding, with the number of texts that are decoded together.
-    """
+    """Initialize the handler; each worker process calls the picklable `load_pair` once."""
     super().__init__(max_batch_size=1)
     self._load_pair, self._tree, self._settings = load_pair, tree, settings
 
@@ -78,12 +65,10 @@ class SpeculativeModelHandler(ModelHandler[TextBlock, list[dict], DecodeFn]):
 
 
 def _decode_block(pair: Pair, tree: Tree, settings: DecodeSettings, block: TextBlock) -> list[dict]:
-  lines = [text if pair.can_decode(text) else None for text in block.texts]
-  records: list[dict] = []
-  for outputs, decoded in decode_lines(pair, lines, tree, settings, start=block.first):
-    sources = block.texts[len(records) : len(records) + len(outputs)]
-    records += output_records(pair, block.first + len(records), sources, outputs, decoded)
-  return records
+  lines = [each["source"] for each in block.sources]
+  outputs = decode_lines(pair, lines, tree, settings, start=block.first)
+  numbered = enumerate(zip(block.sources, outputs, strict=True), block.first)
+  return [output_record(index, source, *output) for index, (source, output) in numbered]
 
 
 def decode_shards(
@@ -95,10 +80,8 @@ def decode_shards(
   """Run a pipeline that decodes shards and writes their records.
 
   Args:
-    handler: the model handler.
     shards: for each shard, the path of its texts, the path of its records, and the index of its
       first text in the data set.
-    runner: name of the runner.
     options: options of the pipeline, such as '--direct_num_workers=2'.
 
   Raises:
@@ -125,22 +108,20 @@ def decode_shards(
 
 
 def _read_block(texts_path: str, records_path: str, first: int) -> tuple[str, TextBlock]:
-  texts = [record["source"] for record in read_records(texts_path)]
-  return records_path, TextBlock(first, texts)
+  return records_path, TextBlock(first, [*read_records(texts_path)])
 
 
-def read_texts(pattern: str, prefix: str = "") -> list[str]:
-  """Return the texts of all files that match a pattern, in the order of their paths.
+def read_texts(pattern: str, prefix: str = "") -> list[dict[str, Any]]:
+  """Return the sources of all files that match a pattern, in the order of their paths.
 
-  Args:
-    pattern: path or pattern of files (`text.read_sources`) of any file system that Beam knows.
-    prefix: text prepended to each text that is not blank.
+  The files are those of `data.text.read_sources`, in any file system that Beam knows.
 
   Raises:
     InputError: no file matches, or a file cannot be read as texts.
   """
-  texts: list[str] = []
-  if not (paths := match(pattern)):
+  texts: list[dict[str, Any]] = []
+  # Beam finds no local files by a pattern without a folder.
+  if not (paths := match(pattern if "/" in pattern else f"./{pattern}")):
     raise InputError(f"There is no text file at {pattern}.")
   for path in paths:
     with FileSystems.open(path) as file:
@@ -180,5 +161,5 @@ def write_records(path: str, records: Iterable[dict]) -> None:
   part = f"{path}.{uuid.uuid4().hex[:8]}.part"
   with FileSystems.create(part) as file:
     for record in records:
-      file.write(json.dumps(record).encode() + b"\n")
+      file.write(json.dumps(record, ensure_ascii=False).encode() + b"\n")
   FileSystems.rename([part], [path])

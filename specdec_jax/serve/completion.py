@@ -20,16 +20,12 @@ from specdec_jax.core.types import DecodeResult
 from specdec_jax.data.vocabulary import padded
 from specdec_jax.errors import InputError
 from specdec_jax.generate import GenerateCall, Output, generation_config, sample_keys
-from specdec_jax.serve.engine import Closed, Text
-from specdec_jax.serve.protocol import (
-  CompletionRequest,
-  RequestError,
-  choice_json,
-  input_errors,
-  logprobs_json,
-  usage_json,
-)
+from specdec_jax.serve.engine import Closed
+from specdec_jax.serve.protocol import CompletionRequest, RequestError, input_errors
 from specdec_jax.serve.service import Service
+from specdec_jax.serve.slots import Text
+
+_LOWEST = -9999.0  # replaces -inf, the logarithm of 0, which JSON cannot represent
 
 
 class Choice:
@@ -70,22 +66,30 @@ class Choice:
     piece = self.text[self._num_chars :]
     if not (piece or self.ended):
       return None
-    logprobs, reason = None, None
-    if self.output.logprobs is not None:
-      vocabulary = self._call.pair.vocabulary
-      logprobs = logprobs_json(self.output, self._num_tokens, vocabulary, len(self.text))
+    choice: dict[str, Any] = {"index": self._index, "text": piece, "logprobs": self._logprobs()}
+    choice["finish_reason"] = None
     if self.ended:
-      reason = "length" if self.output.finish_reason == "length" else "stop"
-    self._num_chars, self._num_tokens = len(self.text), len(self.output.tokens)
-    choice = choice_json(self._index, piece, reason, logprobs)
-    if self.ended:
+      choice["finish_reason"] = "length" if self.output.finish_reason == "length" else "stop"
       length = self.output.acceptance_length
       choice["specdec"] = {"rounds": self.num_rounds, "acceptance_length": length}
+    self._num_chars, self._num_tokens = len(self.text), len(self.output.tokens)
     return choice
+
+  def _logprobs(self) -> dict[str, Any] | None:
+    assert self.output is not None
+    if self.output.logprobs is None:
+      return None
+    words, tokens, start = self._call.pair.vocabulary, self.output.tokens.tolist(), self._num_tokens
+    lengths = (len(words.decode(tokens[:i])) for i in range(start, len(tokens)))
+    return {
+      "tokens": words.pieces(tokens[start:]),
+      "token_logprobs": [max(value, _LOWEST) for value in self.output.logprobs[start:].tolist()],
+      "top_logprobs": None,
+      "text_offset": [min(length, len(self.text)) for length in lengths],
+    }
 
   @property
   def num_rounds(self) -> int:
-    """Number of rounds of the output."""
     assert self.output is not None and self.output.rounds is not None
     return len(self.output.rounds.num_emitted)
 
@@ -93,21 +97,11 @@ class Choice:
 class Completion:
   """Request for completions and its answer, an ASGI application.
 
-  When the request is made, its texts are put into the queue of the engine. When the client
-  disconnects, they are cancelled.
+  Its texts are put into the queue of the engine, and cancelled when the client disconnects.
   """
 
   def __init__(self, service: Service, request: CompletionRequest, start: float):
-    """Validate a request and put its texts into the queue.
-
-    Args:
-      service: pair that is served.
-      request: the request.
-      start: time at which the request arrived (`time.monotonic`).
-
-    Raises:
-      RequestError: the request is invalid, the queue is full or the server is being stopped.
-    """
+    """Validate a request that arrived at time `start`, and queue its texts, or raise an error."""
     self._service, self._request, self._start = service, request, start
     if request.model != service.name:
       message = f"The model {request.model!r:.60} does not exist; give {service.name!r}."
@@ -145,7 +139,6 @@ class Completion:
       raise RequestError(503, str(error)) from None
 
   def _prepare(self) -> tuple[GenerateCall, list[list[int]], list[int]]:
-    """Return the call of `generate`, tokens of the prompts and their limits of new tokens."""
     service, pair, request = self._service, self._service.pair, self._request
     settings = dict(
       request.settings,
@@ -228,7 +221,6 @@ class Completion:
       metrics.duration.observe(time.monotonic() - self._start)
 
   async def _answer(self, scope: Any, receive: Any, send: Any) -> int:
-    """Send the answer, and return its status."""
     try:
       await (self._stream(send) if self._request.stream else self._send(scope, receive, send))
     except Exception as error:
@@ -250,17 +242,19 @@ class Completion:
   def _num_tokens(self) -> int:
     return sum(len(choice.output.tokens) for choice in self._choices if choice.output)
 
+  @property
+  def _usage(self) -> dict[str, int]:
+    prompt, new = self._num_prompt_tokens, self._num_tokens
+    return {"prompt_tokens": prompt, "completion_tokens": new, "total_tokens": prompt + new}
+
   async def _send(self, scope: Any, receive: Any, send: Any) -> None:
-    """Send the whole answer as JSON."""
     async for _ in self._progress():
       pass
     choices = [choice.take() for choice in self._choices]
-    usage = usage_json(self._num_prompt_tokens, self._num_tokens)
-    body = {**self._header, "choices": choices, "usage": usage}
+    body = {**self._header, "choices": choices, "usage": self._usage}
     await JSONResponse(body)(scope, receive, send)
 
   async def _stream(self, send: Any) -> None:
-    """Send pieces of text as server-sent events."""
     header = self._header | ({"usage": None} if self._request.include_usage else {})
     async for choice in self._progress():
       if not self._is_streaming:
@@ -271,8 +265,7 @@ class Completion:
       if piece is not None:
         await _send_event(send, {**header, "choices": [piece]})
     if self._request.include_usage:
-      usage = usage_json(self._num_prompt_tokens, self._num_tokens)
-      await _send_event(send, {**header, "choices": [], "usage": usage})
+      await _send_event(send, {**header, "choices": [], "usage": self._usage})
     await _send_event(send, "[DONE]", more=False)
 
   @functools.cached_property
@@ -286,7 +279,6 @@ class Completion:
 
 
 async def _send_event(send: Any, data: Any, more: bool = True) -> None:
-  """Send a server-sent event; a string as it is, anything else as JSON."""
   text = data if isinstance(data, str) else json.dumps(data)
   body = f"data: {text}\n\n".encode()
   await send({"type": "http.response.body", "body": body, "more_body": more})

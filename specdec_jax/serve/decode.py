@@ -4,22 +4,21 @@ The outputs are written in shards. A shard has the records of consecutive texts,
 on the runner or on its number of workers.
 """
 
-import collections
 import dataclasses
 import hashlib
 import itertools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
 import gin
 
-from specdec_jax.commands.translate import count_records
 from specdec_jax.core.loading import DecodeSettings
 from specdec_jax.core.sampling import Sampling
 from specdec_jax.core.trees import Tree
 from specdec_jax.errors import InputError, require_count, require_seed, shown
 from specdec_jax.measure.calibrate import given_tree, resolve_tree
 from specdec_jax.pair import Pair
+from specdec_jax.serve.lines import count_records
 
 
 class Macro:
@@ -68,7 +67,7 @@ def decode(
   """Decode texts with an Apache Beam pipeline, and write the outputs in shards of JSON Lines.
 
   The shards are `outputs-00000-of-00008.jsonl` and so on, in the order of the texts. They have the
-  fields of `translate.output_records`. A text that is longer than the pair's limit is truncated.
+  fields of `lines.output_record`. A text that is longer than the pair's limit is truncated.
   The output of an empty text is empty unless the target is decoder-only.
 
   The file `run.json` describes the run. If a run was interrupted, the same command decodes the
@@ -80,20 +79,17 @@ def decode(
     texts: texts, or the path of a text file or a .jsonl file (`text.read_sources`), or a pattern of
       such paths, as in 'gs://bucket/texts-*.jsonl.gz'.
     output_dir: folder of the outputs, in a file system that all workers can access.
-    runner: name of the runner: 'DirectRunner', 'PrismRunner', 'FlinkRunner', 'DataflowRunner' or
-      another runner of Beam.
+    runner: name of a runner of Beam, such as 'FlinkRunner' or 'DataflowRunner'.
     pipeline_options: options of Beam and of the runner, such as '--direct_num_workers=2'.
     num_shards: number of output files. A worker decodes one shard at a time, and an interrupted
       shard is decoded again from its first text.
     prefix: text prepended to each line that is not blank, such as the prefix of a T5 task. It is
       not prepended if `texts` is a list.
     num_texts: maximum number of texts to decode; None for all.
-    sampling: sampling method; argmax by default.
     gamma: draft tokens per round; 0 for autoregressive decoding; 'auto' chooses the fastest on this
       machine, once for all workers.
     batch_size: number of texts that a worker decodes together.
     max_new_tokens: limit for each output.
-    seed: random seed of all sampling.
     lenience: lenience l of Appendix A.5; 1 is exact.
     tree: parents of a tree of draft tokens (`trees.Tree`), instead of a chain of gamma; 'auto'
       chooses the fastest tree or chain on this machine, once for all workers.
@@ -120,8 +116,10 @@ def decode(
   run_file = f"{folder}/run.json"
   finished = beam_pipeline.match(f"{folder}/outputs-*.jsonl")
   if isinstance(texts, str):
-    texts = beam_pipeline.read_texts(texts, prefix)
-  texts = texts[:num_texts]
+    sources = beam_pipeline.read_texts(texts, prefix)[:num_texts]
+  else:
+    sources = [{"source": text} for text in texts[:num_texts]]
+  lines = [each["source"] for each in sources]
   description = dict(
     pair=repr(load_pair),
     **dataclasses.asdict(sampling),
@@ -132,68 +130,42 @@ def decode(
     max_new_tokens=max_new_tokens,
     seed=seed,
     num_shards=num_shards,
-    num_texts=len(texts),
-    inputs=hashlib.sha256("\n".join(texts).encode()).hexdigest()[:12],
+    num_texts=len(sources),
+    inputs=hashlib.sha256("\n".join(lines).encode()).hexdigest()[:12],
   )
   settings = DecodeSettings(sampling, batch_size, max_new_tokens, seed, lenience)
+  chosen = fixed_tree
   if finished:
-    chosen = _tree_of_run(run_file, beam_pipeline.read_records(run_file), description)
+    (run,) = beam_pipeline.read_records(run_file)
+    for name, value in description.items():
+      if run["settings"][name] != value:
+        raise InputError(
+          f"{run_file} is of a run with {name} {shown(run['settings'][name])}, and this one has "
+          f"{shown(value)}; choose another OUTPUT_DIR, or delete that folder."
+        )
+    chosen = Tree(run["parents"])
   else:  # a run without outputs does not bind the next run
-    chosen = fixed_tree
     if chosen is None:
-      chosen = _choose_tree(load_pair, gamma, tree, texts, settings)
-    run = dict(settings=description, parents=[*chosen.parents])
+      pair = load_pair()
+      chosen = resolve_tree(gamma, tree, pair, [*filter(pair.can_decode, lines)], settings)
     beam_pipeline.make_folder(folder)
+    run = dict(settings=description, parents=[*chosen.parents])
     beam_pipeline.write_records(run_file, [run])
-  num_batches = -(-len(texts) // batch_size)
+  num_batches = -(-len(sources) // batch_size)
   starts = [num_batches * i // num_shards * batch_size for i in range(num_shards)]
-  paths, missing = [], []
-  for i, (first, stop) in enumerate(itertools.pairwise([*starts, len(texts)])):
-    path = f"{folder}/outputs-{i:05}-of-{num_shards:05}.jsonl"
-    paths.append(path)
+  paths = [f"{folder}/outputs-{i:05}-of-{num_shards:05}.jsonl" for i in range(num_shards)]
+  missing = []
+  for path, (first, stop) in zip(paths, itertools.pairwise([*starts, len(sources)])):
     if path not in finished:
       missing.append((f"{path}.texts.part", path, first))
-      sources = (dict(source=text) for text in texts[first:stop])
-      beam_pipeline.write_records(missing[-1][0], sources)
+      beam_pipeline.write_records(missing[-1][0], sources[first:stop])
   if missing:
     handler = beam_pipeline.SpeculativeModelHandler(load_pair, chosen, settings)
     beam_pipeline.decode_shards(handler, missing, runner, pipeline_options)
   beam_pipeline.delete(f"{folder}/outputs-*.jsonl.*.part")
-  totals: collections.Counter[str] = collections.Counter()
-  for path in paths:
-    totals.update(count_records(beam_pipeline.read_records(path)))
+  totals = count_records(record for path in paths for record in beam_pipeline.read_records(path))
   print(
     f"{totals['texts']} texts, {totals['tokens']} tokens, "
     f"{totals['tokens'] / max(1, totals['rounds']):.2f} tokens per target pass, acceptance rate "
-    f"{totals['accepted'] / max(1, totals['guesses']):.3f}: {folder}"
+    f"{totals['accepted'] / max(1, totals['draft_tokens']):.3f}: {folder}"
   )
-
-
-def _choose_tree(
-  load_pair: Callable[[], Pair],
-  gamma: int | str,
-  tree: Sequence[int] | str | None,
-  texts: Sequence[str],
-  settings: DecodeSettings,
-) -> Tree:
-  """Return the tree that 'auto' chooses for texts."""
-  pair = load_pair()
-  sources = [text if pair.can_decode(text) else None for text in texts]
-  return resolve_tree(gamma, tree, pair, sources, settings)
-
-
-def _tree_of_run(path: str, records: Iterable[dict], settings: dict) -> Tree:
-  """Return the tree of the run that the records of the file `path` describe.
-
-  Raises:
-    InputError: the run has different settings.
-  """
-  (run,) = records
-  tree, earlier = Tree(run["parents"]), run["settings"]
-  changed = [name for name in settings if earlier[name] != settings[name]]
-  for name in changed:
-    raise InputError(
-      f"{path} is of a run with {name} {shown(earlier[name])}, and this one has "
-      f"{shown(settings[name])}; choose another OUTPUT_DIR, or delete that folder."
-    )
-  return tree

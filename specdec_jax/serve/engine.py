@@ -5,12 +5,10 @@ import logging
 import queue
 import threading
 from collections.abc import Callable, Sequence
-from typing import Any
 
 from specdec_jax.core.decode import Decoder
-from specdec_jax.core.types import DecodeResult
 from specdec_jax.errors import InputError, require_count
-from specdec_jax.serve.slots import Slots
+from specdec_jax.serve.slots import Slots, Text
 
 _LOG = logging.getLogger("specdec_jax")
 _MAX_ROUNDS = 4  # rounds per step if no text of a group needs the result of each round
@@ -52,52 +50,21 @@ class Closed(Exception):
 
 
 @dataclasses.dataclass(eq=False)
-class Text:
-  """Text to decode.
-
-  Attributes:
-    decoder: decoder of the text.
-    prompt: tokens of the prompt.
-    rng: random key of the text.
-    limit: maximum number of new tokens.
-    report: function that the engine's thread calls with the result so far, a batch of one row, and
-      with whether it is final; or with an exception and True.
-    needs_rounds: whether `report` must be called after each round, not only after several.
-  """
-
-  decoder: Decoder
-  prompt: Sequence[int]
-  rng: Any
-  limit: int
-  report: Callable[[DecodeResult | Exception, bool], None]
-  needs_rounds: bool = False
-
-
-@dataclasses.dataclass(eq=False)
 class _Group:
-  """Texts with the same decoder.
+  """Texts with the same decoder."""
 
-  Attributes:
-    slots: slots of the texts; None before the first turn.
-    texts: texts that are being decoded, including those in `added`.
-    added: texts that are not in the slots yet.
-    cancelled: cancelled texts that are still in the slots.
-  """
-
-  slots: Slots | None = None
-  texts: set[Text] = dataclasses.field(default_factory=set)
-  added: list[Text] = dataclasses.field(default_factory=list)
-  cancelled: list[Text] = dataclasses.field(default_factory=list)
+  slots: Slots | None = None  # None before the first turn
+  texts: set[Text] = dataclasses.field(default_factory=set)  # including those in `added`
+  added: list[Text] = dataclasses.field(default_factory=list)  # not in the slots yet
+  cancelled: list[Text] = dataclasses.field(default_factory=list)  # still in the slots
 
 
 class Engine:
   """Bounded queue of texts, and the thread that decodes them.
 
-  The thread lets the groups take turns, one step each. Within a group, texts start in the order of
-  the queue. If a text needs a further group and none is idle, the texts behind it wait too, so that
-  it is never overtaken for long.
-
-  An idle group is kept until another group needs its place.
+  The groups take turns, one step each. Within a group, texts start in the order of the queue. If a
+  text needs a further group and none is idle, the texts behind it wait too, so that it is never
+  overtaken for long. An idle group is kept until another group needs its place.
   """
 
   def __init__(self, new_slots: Callable[[Decoder], Slots], limits: Limits):
@@ -196,7 +163,6 @@ class Engine:
       text.report(Closed("The server is shutting down."), True)
 
   def _admit(self) -> None:
-    """Free the slots of cancelled texts, and assign free slots to waiting texts."""
     for group in self._groups.values():
       gone = group.texts & self._cancelled
       group.texts -= gone
@@ -222,20 +188,15 @@ class Engine:
     return self._groups.setdefault(decoder, _Group())
 
   def _turn(self, decoder: Decoder, group: _Group) -> None:
-    """Update the slots of a group, run one step, and report its results."""
     if group.slots is None:
       group.slots = self._new_slots(decoder)
     for text in group.cancelled:
       group.slots.cancel(text)
     if group.added:
-      group.slots.add([(text, text.prompt, text.rng, text.limit) for text in group.added])
+      group.slots.add(group.added)
     group.cancelled, group.added = [], []
     if not group.texts:
       return
     self._groups[decoder] = self._groups.pop(decoder)  # now the most recently used
     needs_rounds = any(text.needs_rounds for text in group.texts)
-    for progress in group.slots.step(1 if needs_rounds else _MAX_ROUNDS):
-      reported: Any = progress.name
-      reported.report(progress.result, progress.done)
-      if progress.done:
-        group.texts.discard(reported)
+    group.texts -= {*group.slots.step(1 if needs_rounds else _MAX_ROUNDS)}

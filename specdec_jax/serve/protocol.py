@@ -7,12 +7,9 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 from specdec_jax.core.generation_config import SETTINGS
-from specdec_jax.data.vocabulary import Vocabulary
 from specdec_jax.errors import InputError, require_count, require_seed, shown
-from specdec_jax.generate import Output
 
 _MAX_STOPS = 4
-_LOWEST = -9999.0  # replaces -inf, the logarithm of 0, which JSON cannot represent
 # Fields of OpenAI and of `GenerationConfig` that a request cannot set: the only value that is
 # accepted, and what to do instead.
 _UNSUPPORTED: dict[str, tuple[Any, str]] = {
@@ -33,14 +30,7 @@ EXTRA_FIELDS = tuple(name for name in SETTINGS if name not in _UNSUPPORTED)
 
 
 class RequestError(Exception):
-  """Error with which a request is answered.
-
-  Attributes:
-    status: HTTP status.
-    message: one sentence.
-    param: field of the request that is at fault, if there is one.
-    code: code of the error in OpenAI's API, if there is one.
-  """
+  """Error with which a request is answered; `param` is the field at fault, if there is one."""
 
   def __init__(self, status: int, message: str, param: str | None = None, code: str | None = None):
     super().__init__(message)
@@ -57,20 +47,9 @@ class RequestError(Exception):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class CompletionRequest:
-  """Body of a request, whose fields have the right types.
+  """Body of a request: fields of OpenAI's API, the task, and fields of `GenerationConfig`.
 
-  Attributes:
-    model: name of the model.
-    prompt: one prompt or several.
-    n: number of outputs per prompt.
-    max_tokens: limit of new tokens of each output; None for the default.
-    stop: strings that end an output.
-    stream: whether to send pieces of text as server-sent events.
-    include_usage: whether the last event of a stream has the numbers of tokens.
-    seed: seed of all sampling; None for a random one.
-    logprobs: 0 or 1 for log-probabilities of tokens, None for none.
-    task: task of the checkpoint, as in `Pair.generate`.
-    settings: fields of `GenerationConfig`.
+  The fields have the right types. `include_usage` is that of OpenAI's `stream_options`.
   """
 
   model: str
@@ -109,12 +88,10 @@ class CompletionRequest:
 
   @property
   def prompts(self) -> list[str]:
-    """The prompts as a list."""
     return [self.prompt] if isinstance(self.prompt, str) else [*self.prompt]
 
   @property
   def stops(self) -> list[str]:
-    """The stop strings as a list."""
     return [self.stop] if isinstance(self.stop, str) else [*self.stop]
 
 
@@ -157,10 +134,9 @@ def parse_request(body: bytes) -> CompletionRequest:
 
 @contextlib.contextmanager
 def input_errors(names: Collection[str]) -> Iterator[None]:
-  """Context of a request's validation: it raises errors as a `RequestError` with status 400.
+  """Raise errors as a `RequestError` with status 400.
 
-  Args:
-    names: fields of the request. A message that begins with one of them is about that field.
+  A message that begins with one of `names`, fields of the request, is about that field.
   """
   try:
     yield
@@ -168,42 +144,3 @@ def input_errors(names: Collection[str]) -> Iterator[None]:
     message = str(error).replace("max_new_tokens", "max_tokens")  # its name in a request
     first = message.partition(" ")[0]
     raise RequestError(400, message, first if first in names else None) from error
-
-
-def choice_json(
-  index: int, text: str, finish_reason: str | None = None, logprobs: Mapping | None = None
-) -> dict[str, Any]:
-  """Return a choice: an output, or a piece of an output in a stream."""
-  return {"index": index, "text": text, "logprobs": logprobs, "finish_reason": finish_reason}
-
-
-def logprobs_json(
-  output: Output, start: int, vocabulary: Vocabulary, num_chars: int
-) -> dict[str, Any]:
-  """Return tokens and log-probabilities of an output from token `start` on.
-
-  Args:
-    output: output with `logprobs`.
-    start: index of the first token.
-    vocabulary: vocabulary of the output.
-    num_chars: number of characters of the text that the client gets, which bounds the offsets.
-  """
-  tokens = output.tokens.tolist()
-  assert output.logprobs is not None
-  return {
-    "tokens": vocabulary.pieces(tokens[start:]),
-    "token_logprobs": [max(value, _LOWEST) for value in output.logprobs[start:].tolist()],
-    "top_logprobs": None,
-    "text_offset": [
-      min(len(vocabulary.decode(tokens[:i])), num_chars) for i in range(start, len(tokens))
-    ],
-  }
-
-
-def usage_json(num_prompt_tokens: int, num_tokens: int) -> dict[str, int]:
-  """Return the numbers of tokens of a request."""
-  return {
-    "prompt_tokens": num_prompt_tokens,
-    "completion_tokens": num_tokens,
-    "total_tokens": num_prompt_tokens + num_tokens,
-  }

@@ -27,7 +27,6 @@ def serve(
   """Serve a pair over HTTP until SIGINT or SIGTERM arrives.
 
   Args:
-    pair: target and draft; see `load_pair`.
     host: address to listen at. There is no authentication: any client that reaches it is served.
     port: port to listen at; 0 for a free one, which is printed.
     gamma: number of draft tokens per round; 0 for autoregressive decoding.

@@ -1,7 +1,11 @@
-"""Pair that is served, with its engine and its metrics."""
+"""Pair that is served, with its engine, and its metrics in the text format of Prometheus."""
 
+import bisect
+import collections
+import dataclasses
 import functools
-from collections.abc import Sequence
+import itertools
+from collections.abc import Iterable, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -12,21 +16,75 @@ from specdec_jax.core.trees import Tree, chain
 from specdec_jax.generate import GenerateCall, generation_config
 from specdec_jax.pair import Pair
 from specdec_jax.serve.engine import Engine, Limits
-from specdec_jax.serve.metrics import Metrics
 from specdec_jax.serve.slots import Slots
+
+_SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)  # of the buckets
+
+
+class Histogram:
+  """Counts of durations, in seconds, by bucket."""
+
+  def __init__(self):
+    self.counts = [0] * (len(_SECONDS) + 1)
+    self.sum = 0.0
+
+  def observe(self, seconds: float) -> None:
+    """Count a duration."""
+    self.counts[bisect.bisect_left(_SECONDS, seconds)] += 1
+    self.sum += seconds
+
+  def samples(self) -> Iterable[tuple[str, float]]:
+    """Return the suffix and the value of each line."""
+    for bound, count in zip((*_SECONDS, "+Inf"), itertools.accumulate(self.counts)):
+      yield f'_bucket{{le="{bound}"}}', count
+    yield "_sum", self.sum
+    yield "_count", sum(self.counts)
+
+
+@dataclasses.dataclass
+class Metrics:
+  """Counters of a server. Tokens and rounds are those of outputs that are complete.
+
+  Attributes:
+    requests: number of requests for completions by HTTP status; 499 if the client disconnected.
+    first_token: times from a request to its first token, in seconds.
+    duration: times from a request to the end of its answer, in seconds.
+  """
+
+  requests: collections.Counter = dataclasses.field(default_factory=collections.Counter)
+  prompt_tokens: int = 0
+  tokens: int = 0
+  rounds: int = 0
+  first_token: Histogram = dataclasses.field(default_factory=Histogram)
+  duration: Histogram = dataclasses.field(default_factory=Histogram)
+
+  def text(self, engine: Engine) -> str:
+    """Return all metrics, including those of the engine."""
+    statuses = [(f'{{status="{status}"}}', n) for status, n in sorted(self.requests.items())]
+    mean = self.tokens / max(1, self.rounds)
+    families: list[tuple[str, str, str, Iterable[tuple[str, float]]]] = [
+      ("requests_total", "counter", "Requests for completions by HTTP status.", statuses),
+      ("prompt_tokens_total", "counter", "Prompt tokens.", [("", self.prompt_tokens)]),
+      ("generated_tokens_total", "counter", "Tokens of complete outputs.", [("", self.tokens)]),
+      ("rounds_total", "counter", "Rounds of complete outputs.", [("", self.rounds)]),
+      ("acceptance_length", "gauge", "Tokens per round of complete outputs.", [("", mean)]),
+      ("queue_length", "gauge", "Texts that wait for a slot.", [("", engine.num_waiting)]),
+      ("slots_in_use", "gauge", "Slots with a text.", [("", engine.num_active)]),
+      ("slots", "gauge", "Slots of all groups.", [("", engine.total_slots)]),
+      ("time_to_first_token_seconds", "histogram", "Until the first token of a request.",
+       self.first_token.samples()),
+      ("request_duration_seconds", "histogram", "Until the end of an answer.",
+       self.duration.samples()),
+    ]  # fmt: skip
+    lines = []
+    for name, kind, description, samples in families:
+      lines += [f"# HELP specdec_{name} {description}", f"# TYPE specdec_{name} {kind}"]
+      lines += [f"specdec_{name}{suffix} {value}" for suffix, value in samples]
+    return "\n".join([*lines, ""])
 
 
 class Service:
-  """Pair that is served.
-
-  Attributes:
-    pair: target and draft.
-    limits: limits of requests and of the engine.
-    name: name of the model in requests.
-    prefix: text before each prompt of a request without a task.
-    metrics: counters.
-    engine: engine that decodes the texts.
-  """
+  """Pair that is served; `prefix` is the text before each prompt of a request without a task."""
 
   def __init__(
     self,
@@ -37,15 +95,7 @@ class Service:
     name: str | None = None,
     prefix: str = "",
   ):
-    """Start the engine.
-
-    Args:
-      pair: target and draft.
-      gamma: number of draft tokens per round; 0 for autoregressive decoding.
-      tree: parents of the draft tokens of a tree, which replaces the chain of gamma draft tokens.
-      limits: limits of requests and of the engine.
-      name: name of the model in requests; by default, the name of the target.
-      prefix: text before each prompt of a request without a task.
+    """Start the engine; see `server.serve` for the arguments.
 
     Raises:
       InputError: gamma, tree or a default of requests is invalid, the model has too few positions

@@ -1,13 +1,12 @@
 """Slots of a server: rows that are decoded together, to which texts are added as they arrive."""
 
-from collections.abc import Hashable, Sequence
-from typing import NamedTuple
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import Array
-from jaxtyping import Key
 
 from specdec_jax.batching import (
   NO_TEXT,
@@ -23,37 +22,33 @@ from specdec_jax.core.decode import Decoder
 from specdec_jax.core.types import DecodeResult, Params
 from specdec_jax.data.vocabulary import padded
 
-NewText = tuple[Hashable, Sequence[int], Key[Array, ""], int]
 
-
-class Progress(NamedTuple):
-  """State of one text after a call of `Slots.step`.
+@dataclasses.dataclass(eq=False)
+class Text:
+  """Text to decode.
 
   Attributes:
-    name: name of the text.
-    result: the new tokens so far, on the host; a batch of one row.
-    done: whether the text has ended. If so, its slot is free.
+    rng: random key of the text.
+    limit: maximum number of new tokens.
+    report: function that the engine's thread calls with the result so far, a batch of one row, and
+      with whether it is final; or with an exception and True.
+    needs_rounds: whether `report` must be called after each round, not only after several.
   """
 
-  name: Hashable
-  result: DecodeResult
-  done: bool
+  decoder: Decoder
+  prompt: Sequence[int]
+  rng: Any
+  limit: int
+  report: Callable[[DecodeResult | Exception, bool], None]
+  needs_rounds: bool = False
 
 
 class Slots:
   """A fixed number of slots, each of which holds one text or none.
 
   The output of a text depends neither on the other texts nor on its slot. A text that is added
-  alone is prefilled alone; several are prefilled together.
-
-  Attributes:
-    decoder: decoder of all texts.
-    params: parameters of target and draft.
-    num_slots: number of slots.
-    prompt_width: maximum number of tokens of a prompt.
-    max_new_tokens: upper bound of the limits of all texts.
-    pad_id: token that pads prompts.
-    has_encoder: whether the target has an encoder.
+  alone is prefilled alone; several are prefilled together. `prompt_width` is the maximum number of
+  tokens of a prompt, and `max_new_tokens` that of the limits of all texts.
   """
 
   def __init__(
@@ -69,61 +64,56 @@ class Slots:
     self.decoder, self.params, self.num_slots = decoder, params, num_slots
     self.prompt_width, self.max_new_tokens, self.pad_id = prompt_width, max_new_tokens, pad_id
     self.has_encoder = has_encoder
-    self._names: list[Hashable | None] = [None] * num_slots
-    self._rows: Rows | None = None  # a slot is done if it has no name
+    self._texts: list[Text | None] = [None] * num_slots
+    self._rows: Rows | None = None  # a slot is done if it has no text
 
   @property
   def num_free(self) -> int:
     """Number of slots without a text."""
-    return self._names.count(None)
+    return self._texts.count(None)
 
-  def add(self, texts: Sequence[NewText]) -> None:
-    """Add texts, at most `num_free`.
-
-    Args:
-      texts: for each text, its name, the tokens of its prompt, its random key, and its limit of new
-        tokens.
-    """
-    if not texts:
-      return
+  def add(self, texts: Sequence[Text]) -> None:
+    """Add at least one text, and at most `num_free`."""
     alone = len(texts) == 1 and self._rows is not None
     block = self._block(texts, 1 if alone else self.num_slots)
-    longest = size_of_sources(max(len(tokens) for _, tokens, *_ in texts))
+    longest = size_of_sources(max(len(text.prompt) for text in texts))
     width = min(longest, self.prompt_width) if self.has_encoder else None
     rows = _prefill(
       self.decoder, self.params, block, max_new_tokens=self.max_new_tokens, width=width
     )
     self._rows = rows if self._rows is None else _fill(self._rows, rows)
-    for name, *_ in texts:  # the lowest free slots are filled first
-      self._names[self._names.index(None)] = name
+    for text in texts:  # the lowest free slots are filled first
+      self._texts[self._texts.index(None)] = text
 
-  def _block(self, texts: Sequence[NewText], num_rows: int) -> Block:
-    names, prompts, keys, limits = zip(*texts)
-    rows = np.resize(np.arange(len(names)), num_rows)
-    text = np.where(np.arange(num_rows) < len(names), rows, NO_TEXT)
+  def _block(self, texts: Sequence[Text], num_rows: int) -> Block:
+    rows = np.resize(np.arange(len(texts)), num_rows)
+    text = np.where(np.arange(num_rows) < len(texts), rows, NO_TEXT)
+    prompts, limits = [text.prompt for text in texts], [text.limit for text in texts]
     prompt = jnp.asarray(padded(prompts, self.prompt_width, self.pad_id)[rows])
-    return Block(prompt, jnp.stack(keys)[rows], text, np.array(limits, np.int32)[rows])
+    keys = jnp.stack([text.rng for text in texts])[rows]
+    return Block(prompt, keys, text, np.array(limits, np.int32)[rows])
 
-  def cancel(self, name: Hashable) -> None:
+  def cancel(self, text: Text) -> None:
     """Free the slot of a text."""
     assert self._rows is not None
-    slot, state = self._names.index(name), self._rows.state
-    self._names[slot] = None
+    slot, state = self._texts.index(text), self._rows.state
+    self._texts[slot] = None
     self._rows = self._rows._replace(state=state._replace(done=state.done.at[slot].set(True)))
 
-  def step(self, max_rounds: int = 1) -> list[Progress]:
-    """Run rounds until a text ends, at most `max_rounds`, and return the progress of all texts."""
+  def step(self, max_rounds: int = 1) -> list[Text]:
+    """Run at most `max_rounds` rounds, until a text ends, and report the results of all texts.
+
+    Return the texts that have ended. Their slots are free.
+    """
     assert self._rows is not None
     state = _run_rounds(self.decoder, self.params, self._rows.state, max_rounds)
     self._rows = self._rows._replace(state=state)
     result, done = jax.device_get((_result(self.decoder, state), state.done))
-    found = [
-      Progress(name, one_row(result, slot), bool(done[slot]))
-      for slot, name in enumerate(self._names)
-      if name is not None
-    ]
-    self._names = [None if done[slot] else name for slot, name in enumerate(self._names)]
-    return found
+    texts = [(slot, text) for slot, text in enumerate(self._texts) if text is not None]
+    self._texts = [None if done[slot] else text for slot, text in enumerate(self._texts)]
+    for slot, text in texts:
+      text.report(one_row(result, slot), bool(done[slot]))
+    return [text for slot, text in texts if done[slot]]
 
 
 _prefill = jax.jit(prefill, static_argnames=("max_new_tokens", "width"))

@@ -6,11 +6,11 @@ commands. No other package of this project imports t5x itself.
 
 from specdec_jax.t5x.baseline import t5x_baseline, t5x_decode
 from specdec_jax.t5x.checkpointer import PairCheckpointer
-from specdec_jax.t5x.model import SpeculativeModel, count_rounds
-from specdec_jax.t5x.networks import same_config, t5x_network
-from specdec_jax.t5x.settings import extra_ids
+from specdec_jax.t5x.model import Decoding, SpeculativeModel, count_rounds
+from specdec_jax.t5x.networks import extra_ids, same_config, t5x_network
 
 __all__ = [
+  "Decoding",
   "PairCheckpointer",
   "SpeculativeModel",
   "count_rounds",

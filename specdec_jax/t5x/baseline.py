@@ -35,24 +35,17 @@ def t5x_decode(
   eos_id: int = 1,
   beams: int | None = None,
 ) -> DecodeResult:
-  """Decode with t5x's T5 and `temperature_sample` or `beam_search`.
+  """Decode with t5x's T5 and `temperature_sample` or, with `beams`, `beam_search`.
 
-  Records name this baseline 't5x'. Unlike this package, t5x can also emit tokens from the padding
-  of a vocabulary.
+  Unlike this package, t5x can also emit tokens from the padding of a vocabulary. It does not report
+  its forward passes, so one round per token is recorded.
 
   Args:
     config: configuration of the target, without `fused`.
-    params: parameters of the target.
-    prompt: padded prompts.
     rng: one key per row; only the first key is used.
     max_new_tokens: maximum number of tokens of each row, including EOS.
-    sampling: sampling method, of which only temperature, top_k and top_p apply; not used with
-      beams.
+    sampling: only temperature, top_k and top_p apply.
     eos_id: token that ends a text; -1 if none does.
-    beams: number of beams of t5x's `beam_search`, whose best text is returned; None for sampling.
-
-  Returns:
-    The texts. t5x does not report its forward passes, so one round per token is recorded.
   """
   decode_fn = decoding.beam_search if beams else decoding.temperature_sample
   model = models.EncoderDecoderModel(t5x_network(config), None, None, None, decode_fn=decode_fn)
@@ -73,7 +66,7 @@ def t5x_decode(
   lengths = jnp.where(ends.any(axis=1), ends.argmax(axis=1) + 1, max_new_tokens)
   num_emitted = jnp.arange(max_new_tokens)[:, None] < lengths
   rounds = Rounds(
-    guesses=jnp.zeros((*tokens.T.shape, 0), jnp.int32),
+    draft_tokens=jnp.zeros((*tokens.T.shape, 0), jnp.int32),
     num_accepted=jnp.zeros(tokens.T.shape, jnp.int32),
     next_token=tokens.T,
     num_emitted=num_emitted.astype(jnp.int32),
@@ -84,16 +77,9 @@ def t5x_decode(
 def t5x_baseline(pair: Pair) -> Baseline:
   """Return the baseline that decodes a pair's target with t5x, for `speedup.speedup.baseline`.
 
-  The target is loaded again, because t5x needs parameters that are not fused. A target with random
-  weights gets other random weights. If its acceptance is simulated, no text of the pair or of the
-  baseline ends before its limit.
-
-  Args:
-    pair: pair whose speed is measured, on one device.
-
-  Raises:
-    InputError: the target has no checkpoint and no random weights, it is not a T5, or it is
-      sharded.
+  The target, which must be a T5 on one device, is loaded again, because t5x needs parameters that
+  are not fused. A target with random weights gets other random weights. If its acceptance is
+  simulated, no text of the pair or of the baseline ends before its limit.
   """
   devices = {x.sharding for x in jax.tree.leaves(pair.target.params)}
   if any(len(d.device_set) > 1 for d in devices):

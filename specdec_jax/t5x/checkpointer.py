@@ -17,20 +17,9 @@ class PairCheckpointer:
   """
 
   def __init__(self, *, train_state, partitioner, draft_path: str, restore_dtype=None, **_):
-    """Create a checkpointer.
-
-    Args:
-      train_state: state whose parameters are restored. t5x passes it, as well as all other
-        arguments except `draft_path`.
-      partitioner: t5x's partitioner.
-      draft_path: folder of the draft's checkpoint.
-      restore_dtype: dtype of the restored parameters.
-      **_: arguments that concern saving; they are ignored.
-    """
-    self._train_state = train_state
-    self._partitioner = partitioner
-    self._draft_path = draft_path
-    self._restore_dtype = restore_dtype
+    """Create a checkpointer; t5x passes all arguments except `draft_path`."""
+    self._train_state, self._partitioner = train_state, partitioner
+    self._draft_path, self._restore_dtype = draft_path, restore_dtype
 
   def restore(self, path: str, **kwargs):
     """Return the train state with the parameters of target and draft.
@@ -38,13 +27,6 @@ class PairCheckpointer:
     The shapes in both checkpoints are checked, because Orbax would silently truncate and pad arrays
     of a different shape. With `state_transformation_fns`, those of the target are not checked,
     because its checkpoint may then have a different structure.
-
-    Args:
-      path: checkpoint of the target.
-      **kwargs: t5x's arguments for the checkpoint of the target.
-
-    Raises:
-      InputError: a checkpoint does not exist, or its names or shapes differ from its network's.
     """
     params, draft_params = core.pop(self._train_state.params, DRAFT)
     axes, draft_axes = core.pop(self._train_state.params_axes, DRAFT)

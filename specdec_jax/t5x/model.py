@@ -5,7 +5,6 @@ example (`num_decodes`). K and V are those of `core.types`.
 """
 
 import dataclasses
-import inspect
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -16,7 +15,8 @@ from flax import linen as nn
 from jax import Array
 from jax.sharding import PartitionSpec
 from jaxtyping import Bool, Float, Int, Key
-from t5x import decoding, models
+from t5x import decoding as t5x_decoding
+from t5x import models
 
 from specdec_jax.batching import decode_all
 from specdec_jax.beams import BeamResult, BeamSearcher, ModelBeamDraft
@@ -32,36 +32,105 @@ from specdec_jax.core.processors import (
 )
 from specdec_jax.core.sampling import Sampling, distribution
 from specdec_jax.core.trees import Tree, chain
-from specdec_jax.core.types import AnyArray, Context, DecodeResult, Params, Proposal, Verifier
+from specdec_jax.core.types import (
+  AnyArray,
+  Context,
+  DecodeResult,
+  DraftOptions,
+  Params,
+  Proposal,
+  Verifier,
+)
 from specdec_jax.core.verify.tokens import TokenVerifier
 from specdec_jax.drafts.model import ModelDraft
 from specdec_jax.errors import InputError, require_count
 from specdec_jax.models.t5 import PAD_ID, T5Model
 from specdec_jax.t5x.checkpointer import DRAFT
 from specdec_jax.t5x.networks import same_config
-from specdec_jax.t5x.settings import bound, decode_settings
 
-# Optional arguments of t5x's constructor. If gin binds them for `EncoderDecoderModel`, the bindings
-# apply to `SpeculativeModel` too.
-INHERITED = tuple(
-  name
-  for name, parameter in inspect.signature(models.EncoderDecoderModel).parameters.items()
-  if parameter.default is not inspect.Parameter.empty
-)
+
+@dataclasses.dataclass(frozen=True)
+class Decoding:
+  """Settings of decoding. A call of `predict_batch_with_aux` may replace them by `decoder_params`.
+
+  Attributes:
+    gamma: length of the chain of draft tokens per round, if there is no tree; in a beam search, the
+      number of steps that the draft searches ahead.
+    tree: parents of the draft tokens, as in `core.trees.Tree`; None for a chain.
+    verifier: `Verifier` class, or any function of a `Sampling` that returns a verifier. The
+      verifier need not be exact.
+    lenience: lenience of `TokenVerifier` (Appendix A.5); 1 is exact.
+    temperature: as in t5x's `temperature_sample`; so are the next five.
+    topk: number of most probable tokens to sample from; 0 for all.
+    topp: probability mass to sample from; 0 for all.
+    max_decode_steps: limit of new tokens; None for the length of the targets.
+    rescale_log_probs: whether scores are log-probabilities after temperature, top-k and top-p.
+    logit_callback_fn: function of (logits, state) that returns logits; see `SamplingCallback`.
+    num_slots: number of outputs of a batch that are decoded at the same time by continuous batching
+      (`batching.decode_all`); None to decode the whole batch at once. It saves time if a batch has
+      several times as many outputs. Not for a beam search or `prompt_with_targets`.
+    beam_search: whether to search as t5x's `beam_search` does, with `num_decodes` beams. Of the
+      settings above, only gamma and max_decode_steps apply.
+    draft_beams: number of beams of the draft; defaults to that of the target.
+    alpha: exponent of the length penalty of the beam search.
+  """
+
+  gamma: int = 5
+  tree: Sequence[int] | None = None
+  verifier: Callable[[Sampling], Verifier] = TokenVerifier
+  lenience: float = 1.0
+  temperature: float = 1.0
+  topk: int = 0
+  topp: float = 0.0
+  max_decode_steps: int | None = None
+  rescale_log_probs: bool = True
+  logit_callback_fn: Callable[..., Array] | None = None
+  num_slots: int | None = None
+  beam_search: bool = False
+  draft_beams: int | None = None
+  alpha: float = 0.6
+
+  def __post_init__(self):
+    if self.num_slots is not None:
+      require_count("num_slots", self.num_slots)
+    if self.beam_search:
+      require_count("gamma", self.gamma)
+    elif self.topk and self.topp:
+      raise InputError(
+        f"topk is {self.topk} and topp is {self.topp}; as in t5x's temperature_sample one of them "
+        "must be 0."
+      )
+    else:
+      _ = self.tree_of_round, self.built_verifier  # raise before a checkpoint is read
+
+  @property
+  def sampling(self) -> Sampling:
+    """Sampling method of target and draft."""
+    return Sampling(self.temperature, self.topk, self.topp or 1.0)
+
+  @property
+  def tree_of_round(self) -> Tree:
+    """Tree of draft tokens."""
+    return chain(self.gamma) if self.tree is None else Tree(self.tree)
+
+  @property
+  def built_verifier(self) -> Verifier:
+    """Verifier for the sampling method."""
+    return self.verifier(self.sampling).with_lenience(self.lenience)
 
 
 class _Draft(ModelDraft):
   """A draft whose q is sharded by t5x's rules for the draft's axes; by default only by batch.
 
-  Without the constraint, q would be sharded by vocabulary like the target's logits, and devices
-  would communicate in every draft step. Outside of t5x's partitioner, the constraint has no effect.
+  Otherwise q would be sharded by vocabulary like the target's logits, and devices would communicate
+  in every draft step.
   """
 
   def propose(
     self, params: Any, state: Any, context: Context, rng: Key[Array, " B"]
   ) -> tuple[Proposal, Any]:
     proposal, state = super().propose(params, state, context, rng)
-    axes = "batch", f"{DRAFT}_guesses", f"{DRAFT}_vocab"
+    axes = "batch", f"{DRAFT}_draft_tokens", f"{DRAFT}_vocab"
     return proposal._replace(q=nn.with_logical_constraint(proposal.q, axes)), state
 
 
@@ -69,9 +138,8 @@ class SpeculativeModel(models.EncoderDecoderModel):
   """Encoder-decoder model of t5x that decodes speculatively.
 
   Its parameters are the tree of the target's parameters, with an additional entry 'draft' that
-  holds those of the draft. As in t5x, `decode_fn` and its bindings configure decoding. `decode_fn`
-  is `temperature_sample` or `beam_search`. Everything except decoding, such as scoring, is that of
-  t5x and uses only the target.
+  holds those of the draft. Everything except decoding, such as scoring, is that of t5x and uses
+  only the target.
   """
 
   def __init__(
@@ -82,78 +150,29 @@ class SpeculativeModel(models.EncoderDecoderModel):
     optimizer_def,
     *,
     draft_module: nn.Module,
-    gamma: int = 5,
-    tree: Sequence[int] | None = None,
-    verifier: Callable[[Sampling], Verifier] = TokenVerifier,
-    lenience: float = 1.0,
-    draft_beams: int | None = None,
-    num_slots: int | None = None,
+    decoding: Decoding = Decoding(),
     **kwargs,
   ):
     """Create a model from the arguments of `EncoderDecoderModel` and a draft.
 
-    Gin bindings of optional arguments of `EncoderDecoderModel` (`INHERITED`) apply here too.
-    `decode_fn` defaults to `temperature_sample`.
-
     Args:
-      module: network of the target, from t5x.examples.t5.
-      input_vocabulary: vocabulary of the sources.
-      output_vocabulary: vocabulary of the outputs.
-      optimizer_def: t5x's optimizer, used for training only.
-      draft_module: network of the draft, from t5x.examples.t5.
-      gamma: length of the chain of draft tokens per round, if there is no tree; with `beam_search`,
-        the number of steps that the draft searches ahead.
-      tree: parents of the draft tokens, as in `core.trees.Tree`; None for a chain.
-      verifier: class of `core.verify`, or any function of a `Sampling` that returns a verifier. The
-        verifier need not be exact.
-      lenience: lenience of `TokenVerifier` (Appendix A.5); 1 is exact.
-      draft_beams: number of beams of the draft with `beam_search`; defaults to the number of beams
-        of the target.
-      num_slots: number of outputs of a batch that are decoded at the same time by continuous
-        batching (`batching.decode_all`); None to decode the whole batch at once. It
-        saves time if a batch has several times as many outputs. Not for
-        `beam_search` or `prompt_with_targets`.
-      **kwargs: optional arguments of `EncoderDecoderModel`.
-
-    Raises:
-      InputError: a network is not supported, the networks have different vocabularies, a setting is
-        invalid for the draft, the verifier or `decode_fn`, or `decode_fn` or one of its bindings is
-        not supported.
+      draft_module: network of the draft; like `module`, from t5x.examples.t5.
+      **kwargs: optional arguments of `EncoderDecoderModel`, except `decode_fn`.
     """
-    inherited = bound(models.EncoderDecoderModel, *INHERITED)
-    kwargs = {"decode_fn": decoding.temperature_sample} | inherited | kwargs
+    if "decode_fn" in kwargs:
+      raise InputError("decode_fn has no effect here; set t5x.Decoding, which has beam_search.")
     super().__init__(module, input_vocabulary, output_vocabulary, optimizer_def, **kwargs)
     self._draft = models.EncoderDecoderModel(
       draft_module, input_vocabulary, output_vocabulary, optimizer_def
     )
-    configs = {"target": same_config(module), "draft": same_config(draft_module)}
-    sizes = {role: config.vocab_size for role, config in configs.items()}
-    if sizes["target"] != sizes["draft"]:
+    self.decoding = decoding
+    target_config, draft_config = same_config(module), same_config(draft_module)
+    if target_config.vocab_size != draft_config.vocab_size:
       raise InputError(
-        f"The target's network has vocab_size {sizes['target']} and the draft's {sizes['draft']}; "
-        "both must be trained with one vocabulary, padded to one size."
+        f"The target's network has vocab_size {target_config.vocab_size} and the draft's "
+        f"{draft_config.vocab_size}; both must be trained with one vocabulary, padded to one size."
       )
-    self._target_model, self._draft_model = map(T5Model, configs.values())
-    function, settings = decode_settings(self.decode_fn)
-    self._searches = function is decoding.beam_search
-    round_settings = {"gamma": gamma, "tree": tree, "verifier": verifier, "lenience": lenience}
-    if num_slots is not None:
-      require_count("num_slots", num_slots)
-    self._num_slots = num_slots
-    if self._searches:
-      # Gin passes a subclass of the verifier, whose instances are of the class itself. Therefore
-      # instances are compared.
-      default = TokenVerifier(Sampling())
-      if tree is not None or verifier(Sampling()).with_lenience(lenience) != default:
-        raise InputError(
-          "decode_fn is beam_search, whose draft searches gamma steps ahead; a tree, a verifier "
-          "and lenience are for temperature_sample."
-        )
-      require_count("gamma", gamma)
-      round_settings = {"gamma": gamma, "draft_beams": draft_beams}
-    self._settings = round_settings | settings
-    if not self._searches:
-      self._draft_and_verifier(self._settings)  # raises before a checkpoint is read
+    self._target_model, self._draft_model = T5Model(target_config), T5Model(draft_config)
 
   def get_initial_variables(self, rng, input_shapes, input_types=None):
     """Return initial variables of target and draft, with axis names for t5x's partitioner.
@@ -184,23 +203,18 @@ class SpeculativeModel(models.EncoderDecoderModel):
   ) -> tuple[Array, dict[str, Any]]:
     """Decode speculatively.
 
-    With `beam_search`, the texts, their order and their scores equal those of t5x's beam search
-    with `num_decodes` beams. 'rounds' in the second result is then the result of `count_steps`, and
-    the key is not used.
-
-    Gin bindings of `EncoderDecoderModel.predict_batch_with_aux` replace arguments that are not
-    given.
+    In a beam search, the texts, their order and their scores equal those of t5x's beam search with
+    `num_decodes` beams. 'rounds' in the second result is then the result of `count_steps`, and the
+    key is not used.
 
     Args:
       params: parameters of target and draft, in the structure of `get_initial_variables`.
       batch: encoder_input_tokens [B, S] and decoder_input_tokens [B, T]. Outputs are not longer
         than T. The decoder_input_tokens themselves are used only with `prompt_with_targets`.
       rng: key of the batch; alternatively, `decoder_params` has it as 'decode_rng'.
-      decoder_params: settings of this call only: eos_id, the parameters of `decode_fn` in
-        `settings.SETTINGS`, and gamma, tree, verifier and lenience. With `beam_search`, gamma and
-        draft_beams take the place of the last four.
+      decoder_params: settings of this call only: eos_id, and attributes of `Decoding`.
       return_all_decodes: whether to return A outputs per example, in order of increasing score,
-        instead of only the best output.
+        instead of only the best output. The default is that of `default_decoder_params`, as for A.
       num_decodes: A, the number of outputs that are decoded per example.
       prompt_with_targets: whether outputs begin with the decoder_input_tokens after the start
         token, up to the first EOS or padding. As in t5x, a beam search ignores it.
@@ -209,35 +223,27 @@ class SpeculativeModel(models.EncoderDecoderModel):
       Tokens [B, T], or [B, A, T] with `return_all_decodes`, and a dict of arrays with the same
       leading axes: 'scores', as in `temperature_sample`, and 'rounds', the result of
       `count_rounds`.
-
-    Raises:
-      InputError: a parameter is unknown, or has a value that is not supported; two keys are given;
-        or `params` lacks the draft.
     """
-    given = {
-      "decoder_params": decoder_params,
-      "return_all_decodes": return_all_decodes,
-      "num_decodes": num_decodes,
-      "prompt_with_targets": prompt_with_targets or None,
-    }
-    call: dict[str, Any] = {"decoder_params": {}, "prompt_with_targets": False}
-    call |= dataclasses.asdict(self._default_decoder_params)
-    call |= bound(models.EncoderDecoderModel.predict_batch_with_aux)
-    call |= {name: value for name, value in given.items() if value is not None}
-    num_decodes = call["num_decodes"]
+    defaults = self._default_decoder_params
+    num_decodes = defaults.num_decodes if num_decodes is None else num_decodes
     require_count("num_decodes", num_decodes)
-    settings = self._settings | {"eos_id": self.output_vocabulary.eos_id or 1, "decode_rng": None}
-    if unknown := sorted(call["decoder_params"].keys() - settings.keys()):
+    return_all = defaults.return_all_decodes if return_all_decodes is None else return_all_decodes
+    of_call: dict[str, Any] = dict(decoder_params or {})
+    eos_id = of_call.pop("eos_id", self.output_vocabulary.eos_id or 1)
+    decode_rng = of_call.pop("decode_rng", None)
+    known = [field.name for field in dataclasses.fields(Decoding)]
+    if unknown := sorted(of_call.keys() - {*known}):
       raise InputError(
-        f"decoder_params has {', '.join(unknown)}; SpeculativeModel knows {', '.join(settings)}."
+        f"decoder_params has {', '.join(unknown)}; SpeculativeModel knows {', '.join(known)}, "
+        "eos_id and decode_rng."
       )
-    settings |= call["decoder_params"]
-    if rng is not None and settings["decode_rng"] is not None:
+    settings = dataclasses.replace(self.decoding, **of_call)
+    if rng is not None and decode_rng is not None:
       raise InputError("There are two keys, rng and decoder_params['decode_rng']; give one.")
-    rng = settings["decode_rng"] if rng is None else rng
+    rng = decode_rng if rng is None else rng
     rng = jax.random.PRNGKey(0) if rng is None else rng
     length = batch["decoder_input_tokens"].shape[1]
-    steps = length if settings.get("max_decode_steps") is None else settings["max_decode_steps"]
+    steps = length if settings.max_decode_steps is None else settings.max_decode_steps
     require_count("max_decode_steps", steps)
     if steps > length:
       raise InputError(
@@ -246,80 +252,83 @@ class SpeculativeModel(models.EncoderDecoderModel):
       )
     if DRAFT not in params:
       raise InputError(
-        "The parameters have no 'draft', those of the draft; restore both with t5x_model."
-        "PairCheckpointer, or put the tree of the draft next to the target's under that name."
+        "The parameters have no 'draft', those of the draft; restore both with "
+        "t5x.PairCheckpointer, or put the tree of the draft next to the target's under that name."
       )
-    target_params, draft_params = core.pop(params, DRAFT)
-    params = Params(target_params, draft_params)
+    both = Params(*core.pop(params, DRAFT))
     source = jnp.asarray(batch["encoder_input_tokens"])
-    if self._searches:
-      searcher = self._searcher(num_decodes, settings)
-      result = searcher.run(params, source, max_new_tokens=steps)
-      return _best_last(result, call["return_all_decodes"])
-
-    draft, verifier = self._draft_and_verifier(settings)
-    if settings["topk"] and settings["topp"]:
-      raise InputError(
-        f"topk is {settings['topk']} and topp is {settings['topp']}; as in t5x's "
-        "temperature_sample one of them must be 0."
-      )
-    num_rows = len(source) * num_decodes
-    processors: Processors = ()
-    if settings["logit_callback_fn"] is not None:
-      processors = (SamplingCallback(settings["logit_callback_fn"]),)
-    options: dict[str, Any] = {"max_new_tokens": steps}
-    prompt, num_forced = jnp.zeros((num_rows, length), jnp.int32), jnp.zeros(num_rows, int)
-    if call["prompt_with_targets"]:
+    if settings.beam_search:
+      model = ModelDraft(self._draft_model, Sampling(temperature=0.0), chain(settings.gamma))
+      draft = ModelBeamDraft(model, settings.draft_beams or num_decodes)
+      searcher = BeamSearcher(self._target_model, draft, num_decodes, settings.alpha, eos_id)
+      return _best_last(searcher.run(both, source, max_new_tokens=steps), return_all)
+    prompt = None
+    if prompt_with_targets:
       inputs = jnp.repeat(batch["decoder_input_tokens"], num_decodes, axis=0)
-      inputs *= inputs != settings["eos_id"]
-      # The first input is the start token.
-      prompt = jnp.pad(inputs[:, 1:], ((0, 0), (0, 1)))
+      inputs *= inputs != eos_id
+      prompt = jnp.pad(inputs[:, 1:], ((0, 0), (0, 1)))  # the first input is the start token
+    keys = jax.random.split(rng, len(source) * num_decodes)
+    outputs, scores, rounds = self._sample(
+      both, source, keys, settings, eos_id, steps, length, prompt
+    )
+    # As in t5x, outputs are sorted by increasing score.
+    by_score = jnp.argsort(scores.reshape(-1, num_decodes), axis=1)
+    rows = by_score + num_decodes * jnp.arange(len(by_score))[:, None]
+    rows = rows if return_all else rows[:, -1]
+    return outputs[rows], jax.tree.map(lambda x: x[rows], {"scores": scores, "rounds": rounds})
+
+  def _sample(
+    self,
+    params: Params,
+    source: Int[Array, "sources S"],
+    keys: Key[Array, "*batch"] | Array,
+    settings: Decoding,
+    eos_id: int,
+    steps: int,
+    length: int,
+    prompt: Int[Array, "B T"] | None,
+  ) -> tuple[Int[Array, "B T"], Float[Array, " B"], dict[str, Any]]:
+    """Return outputs of `length` tokens, of which `steps` are new, their scores and counts."""
+    num_rows = len(keys)
+    verifier = settings.built_verifier
+    processors: Processors = ()
+    if settings.logit_callback_fn is not None:
+      processors = (SamplingCallback(settings.logit_callback_fn),)
+    options: dict[str, Any] = {"max_new_tokens": steps}
+    num_forced = jnp.zeros(num_rows, int)
+    if prompt is not None:
       num_forced = jnp.cumprod(prompt != 0, axis=1).sum(axis=1)
       is_forced = jnp.arange(length) < num_forced[:, None]
       processors += (ForcedPrefix(jnp.where(is_forced, prompt, -1)),)
       limit = jnp.minimum(num_forced + steps, length)
       options = {"max_new_tokens": length, "limit": limit, "num_forced": num_forced}
-    draft_with_processors = draft.with_processors(processors)
-    decoder = Decoder(
-      self._target_model, draft_with_processors, verifier, settings["eos_id"], processors
+    coupled, independent = verifier.uses_position_keys, verifier.needs_independent_siblings
+    draft = _Draft(
+      self._draft_model,
+      settings.sampling,
+      settings.tree_of_round,
+      DraftOptions(processors, coupled, independent),
     )
-    rng = jax.random.split(rng, num_rows)
-    if self._num_slots is not None and not call["prompt_with_targets"]:
-      sources, options["num_slots"] = jnp.repeat(source, num_decodes, axis=0), self._num_slots
-      decoded = decode_all(decoder, params, sources, rng, **options)
+    decoder = Decoder(self._target_model, draft, verifier, eos_id, processors)
+    count, num_slots = num_rows // len(source), settings.num_slots
+    if num_slots is not None and prompt is None:
+      sources = jnp.repeat(source, count, axis=0)
+      decoded = decode_all(decoder, params, sources, keys, num_slots=num_slots, **options)
     else:
-      decoded = decoder.run(params, source, rng, num_samples=num_decodes, **options)
+      decoded = decoder.run(params, source, keys, num_samples=count, **options)
     # An output is its prompt and the generated tokens.
     new = jnp.arange(length) - num_forced[:, None]
     generated = gather(decoded.tokens, jnp.clip(new, 0, decoded.tokens.shape[1] - 1))
     is_new = (new >= 0) & (new < decoded.lengths[:, None])
-    outputs = jnp.where(new < 0, prompt, jnp.where(is_new, generated, 0))
-    if draft.sampling.temperature == 0 and settings["rescale_log_probs"]:
+    outputs = jnp.where(is_new, generated, 0)
+    if prompt is not None:
+      outputs = jnp.where(new < 0, prompt, outputs)
+    if settings.temperature == 0 and settings.rescale_log_probs:
       scores = jnp.zeros(num_rows)  # argmax has probability 1
     else:
-      scored = draft.sampling if settings["rescale_log_probs"] else Sampling()
-      scores = self._scores(target_params, source, outputs, is_new, scored, processors)
-    # As in t5x, outputs are sorted by increasing score.
-    by_score = jnp.argsort(scores.reshape(-1, num_decodes), axis=1)
-    rows = by_score + num_decodes * jnp.arange(len(by_score))[:, None]
-    rows = rows if call["return_all_decodes"] else rows[:, -1]
-    aux = {"scores": scores, "rounds": count_rounds(decoded)}
-    return outputs[rows], jax.tree.map(lambda x: x[rows], aux)
-
-  def _searcher(self, num_beams: int, settings: Mapping[str, Any]) -> BeamSearcher:
-    """Return the beam search with the given settings, named as in `_settings`."""
-    draft_beams = num_beams if settings["draft_beams"] is None else settings["draft_beams"]
-    model_draft = ModelDraft(self._draft_model, Sampling(temperature=0.0), chain(settings["gamma"]))
-    draft = ModelBeamDraft(model_draft, draft_beams)
-    return BeamSearcher(self._target_model, draft, num_beams, settings["alpha"], settings["eos_id"])
-
-  def _draft_and_verifier(self, settings: Mapping[str, Any]) -> tuple[ModelDraft, Verifier]:
-    """Return the draft and the verifier with the given settings, named as in `_settings`."""
-    sampling = Sampling(settings["temperature"], settings["topk"], settings["topp"] or 1.0)
-    tree = chain(settings["gamma"]) if settings["tree"] is None else Tree(settings["tree"])
-    verifier = settings["verifier"](sampling).with_lenience(settings["lenience"])
-    draft = _Draft(self._draft_model, sampling, tree, verifier.needs_independent_siblings)
-    return draft, verifier
+      sampling = settings.sampling if settings.rescale_log_probs else Sampling()
+      scores = self._scores(params.target, source, outputs, is_new, sampling, processors)
+    return outputs, scores, count_rounds(decoded)
 
   def _scores(
     self,
@@ -356,9 +365,6 @@ class SamplingCallback(LogitsProcessor):
   The function receives logits [B * K, V] and a `SamplingLoopState`, both with one row per node of
   the block. Only `cur_index`, `cur_token` and `sequences` up to `cur_index` have the values that
   they have in t5x, so the function must not use the other fields.
-
-  Attributes:
-    function: function of (logits, state) that returns logits.
   """
 
   function: Callable[..., Array]
@@ -368,7 +374,7 @@ class SamplingCallback(LogitsProcessor):
       return x.reshape(-1, *x.shape[2:])
 
     index, sequences = flat(prefixes.length) - 1, flat(prefixes.tokens)
-    state = decoding.SamplingLoopState(
+    state = t5x_decoding.SamplingLoopState(
       step=index.max(),
       cur_index=index,
       sequences=sequences,
@@ -382,10 +388,6 @@ class SamplingCallback(LogitsProcessor):
 
 
 def _best_last(result: BeamResult, return_all: bool) -> tuple[Array, dict[str, Any]]:
-  """Return the result of a beam search in the form of `predict_batch_with_aux`.
-
-  With `return_all`, it has all texts, the best one last; otherwise only the best text.
-  """
   tokens, scores = jnp.flip(result.tokens, axis=1), jnp.flip(result.scores, axis=1)
   counts = count_steps(result)
   if not return_all:
@@ -398,10 +400,7 @@ def _best_last(result: BeamResult, return_all: bool) -> tuple[Array, dict[str, A
 def count_steps(result: BeamResult) -> dict[str, Int[Array, " B"]]:
   """Return counts for each row of a beam search.
 
-  Returns:
-    num_steps: number of steps of the search.
-    num_rounds: number of target forward passes that made these steps.
-    not_finite: see `BeamResult`; -1 if no step failed.
+  `num_rounds` is the number of target forward passes. `not_finite` is that of `BeamResult`.
   """
   return {
     "num_steps": result.steps.sum(axis=0),
@@ -413,13 +412,9 @@ def count_steps(result: BeamResult) -> dict[str, Int[Array, " B"]]:
 def count_rounds(decoded: DecodeResult) -> dict[str, Int[AnyArray, " B"]]:
   """Return counts for each decoded row.
 
-  Returns:
-    num_tokens: number of new tokens, EOS included.
-    num_rounds: number of target forward passes that emitted these tokens.
-    num_accepted: number of accepted draft tokens, as in `Rounds.acceptance_counts`.
-    num_rejected: number of rejected draft tokens. num_accepted / (num_accepted + num_rejected) is
-      the acceptance rate.
-    not_finite: see `DecodeResult`; -1 if all tokens could be decoded.
+  `num_tokens` includes EOS. `num_rounds` is the number of target forward passes that emitted
+  tokens. num_accepted / (num_accepted + num_rejected) is the acceptance rate
+  (`Rounds.acceptance_counts`). `not_finite` is that of `DecodeResult`.
   """
   accepted, rejected = decoded.rounds.acceptance_counts()
   return {

@@ -1,22 +1,20 @@
 """Conversion between the configurations of t5x's T5 network and of the T5 in `models.t5`.
 
-Both networks take the same tree of parameters.
+Both networks take the same tree of parameters. `extra_ids` fits a vocabulary to a network.
 """
 
 import jax.numpy as jnp
+import seqio
 from flax import linen as nn
 from t5x.examples.t5 import network
 
+from specdec_jax.data.vocabularies import count_extra_ids
 from specdec_jax.errors import InputError
 from specdec_jax.models.config import T5Config
 
 
 def same_config(module: nn.Module) -> T5Config:
-  """Return the config with which `T5Model` takes the parameters of a t5x network unchanged.
-
-  Raises:
-    InputError: the network is not one of t5x.examples.t5, or `T5Model` lacks one of its options.
-  """
+  """Return the config with which `T5Model` takes the parameters of a t5x network unchanged."""
   if not isinstance(module, network.Transformer):
     raise InputError(
       f"The network is a {type(module).__module__}.{type(module).__name__}; speculative decoding "
@@ -65,3 +63,14 @@ def t5x_network(config: T5Config) -> network.Transformer:
       logits_via_embedding=config.tied_logits,
     )
   )
+
+
+def extra_ids(module: nn.Module, vocabulary: str) -> int:
+  """Return the number of sentinels to add to the SentencePiece model at the path `vocabulary`.
+
+  It is 100, as in T5, if the SentencePiece model has no sentinels and the embedding table of the
+  network has exactly the rows for the pieces and 100 sentinels, padded or not. Otherwise it is 0.
+  """
+  tokenizer = seqio.SentencePieceVocabulary(vocabulary).tokenizer
+  pieces = [tokenizer.id_to_piece(i) for i in range(tokenizer.get_piece_size())]
+  return count_extra_ids(pieces, module.config.vocab_size)

@@ -1,12 +1,14 @@
 """Batches of parallel text: bucketed by length, padded, in an order fixed by (seed, epoch)."""
 
 import dataclasses
+import pathlib
 import warnings
-from collections.abc import Iterator
-from typing import NamedTuple
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 
+from specdec_jax.core.atomic_files import atomic_write
 from specdec_jax.data.vocabulary import padded
 from specdec_jax.errors import InputError
 
@@ -23,11 +25,8 @@ class ParallelText:
   """Encoded sentence pairs; each side is a list of token ids that ends with EOS.
 
   Attributes:
-    sources: token ids of the source sentences.
-    targets: token ids of the target sentences.
-    teacher: for each pair, the k most probable tokens of a teacher at each of T target positions,
-      and their probabilities (`distillation.teacher_topk`). Both are arrays [T, k]. None to learn
-      from the targets alone.
+    teacher: for each pair, the k most probable tokens of a teacher at each target position and
+      their probabilities, both [T, k]. None to learn from the targets alone.
   """
 
   sources: list[list[int]]
@@ -44,15 +43,41 @@ class ParallelText:
   def __len__(self) -> int:
     return len(self.sources)
 
+  def save(self, path: pathlib.Path) -> None:
+    """Write the pairs, and the teacher's distributions if any, to one .npz file, atomically."""
+    rows: dict[str, Sequence] = {"source": self.sources, "target": self.targets}
+    arrays: dict[str, Any] = {f"{side}s": np.concatenate(rows[side]) for side in rows}
+    if self.teacher is not None:
+      tokens, probs = zip(*self.teacher)
+      arrays |= {"tokens": np.concatenate(tokens), "probs": np.concatenate(probs)}
+      rows["opinion"] = tokens
+    arrays |= {f"{side}_lengths": np.array([*map(len, rows[side])]) for side in rows}
+    with atomic_write(path, "wb") as file:
+      np.savez(file, **arrays)
+
+  @classmethod
+  def load(cls, path: pathlib.Path) -> "ParallelText":
+    """Read a file that `save` wrote."""
+    with np.load(path) as file:
+
+      def split(name: str, lengths: str) -> list[np.ndarray]:
+        return np.split(file[name], np.cumsum(file[lengths])[:-1])
+
+      sources = [row.tolist() for row in split("sources", "source_lengths")]
+      targets = [row.tolist() for row in split("targets", "target_lengths")]
+      if "tokens" not in file:
+        return cls(sources, targets)
+      tokens, probs = split("tokens", "opinion_lengths"), split("probs", "opinion_lengths")
+      return cls(sources, targets, [*zip(tokens, probs)])
+
 
 class Batch(NamedTuple):
   """Sentence pairs, padded with NO_TOKEN to common lengths S of sources and T of targets.
 
   Attributes:
-    source: [B, S], source tokens.
-    targets: [B, T], target tokens; T is S, but at most MAX_TARGET.
-    labels: [B, T, k], tokens to learn at each position; without a teacher, the target token
-      (k = 1).
+    source: [B, S].
+    targets: [B, T]; T is S, but at most MAX_TARGET.
+    labels: [B, T, k], tokens to learn; without a teacher, the target token (k = 1).
     weights: [B, T, k], probabilities of the labels; 0 at padding.
   """
 
@@ -67,18 +92,11 @@ def epoch_batches(
 ) -> list[tuple[int, np.ndarray]]:
   """Return the batches of one epoch, in shuffled order, as (padded length, pair indices [B]).
 
-  The batch size of a bucket is `tokens_per_batch // length`, so that all batches cost about the
-  same. It is rounded down to a multiple of `multiple`, but is at least `multiple`. The last batch
-  of a bucket is filled up with random pairs of the same bucket, so that each bucket has one shape
-  to compile. Pairs longer than the last bucket, or with targets longer than MAX_TARGET, are left
-  out, with a warning in epoch 0.
-
-  Args:
-    text: sentence pairs.
-    tokens_per_batch: approximate number of source tokens in a batch, padding included.
-    seed: seed of the order.
-    epoch: number of the epoch, from 0.
-    multiple: number of devices that share the rows of a batch.
+  The batch size of a bucket is `tokens_per_batch // length`, rounded down to a multiple of
+  `multiple`, the number of devices that share the rows, but at least `multiple`. The last batch of
+  a bucket is filled up with random pairs of the bucket, so that each bucket has one shape to
+  compile. Pairs longer than the last bucket, or with targets longer than MAX_TARGET, are left out,
+  with a warning in epoch 0.
   """
   if not len(text):
     return []

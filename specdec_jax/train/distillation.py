@@ -1,38 +1,226 @@
-"""Distillation data for a draft: additional sources, and top-k distributions of the teacher."""
+"""Distillation data: texts, outputs of a target, and the target's top-k distribution per token."""
 
 import collections
 import dataclasses
+import functools
 import pathlib
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from flax import linen as nn
+from jax import Array
+from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
 from rich.progress import track
 
-from specdec_jax.core.atomic_files import atomic_write
+from specdec_jax.beams import BeamSearcher, NullBeamDraft
+from specdec_jax.checkpoints.load import open_checkpoint
+from specdec_jax.core.decode import Decoder, NullDraft
+from specdec_jax.core.sampling import Sampling, row_keys
+from specdec_jax.core.types import DecodeResult, Model, Params
+from specdec_jax.core.verify.tokens import TokenVerifier
+from specdec_jax.data.text import read_lines
+from specdec_jax.data.vocabulary import PAD_ID, Vocabulary, padded
 from specdec_jax.errors import InputError
+from specdec_jax.load import load_model
+from specdec_jax.models.families import Config, model_of, module_of
+from specdec_jax.models.partitioning import PartitionedModel, make_mesh, param_shardings
 from specdec_jax.train.batches import Batch, ParallelText, epoch_batches, padded_batches
 from specdec_jax.train.objectives import teacher_forced
+
+MAX_NEW_TOKENS = 96  # limit for each output
+BATCH_SIZE = 64  # rows that are decoded together
+NUM_SAMPLED_TEXTS = 512  # validation texts sampled from a decoder-only target
+
+
+class Teacher(NamedTuple):
+  """Target whose distributions drafts are trained on.
+
+  `config` has the layout of `params`, which are sharded across `mesh`.
+  """
+
+  vocabulary: Vocabulary
+  config: Config
+  params: Any
+  mesh: Mesh
+
+  @property
+  def model(self) -> Model:
+    """The target as a `Model` that is sharded across the mesh."""
+    return PartitionedModel(model_of(self.config), self.mesh)
+
+  @property
+  def batch_sharding(self) -> NamedSharding:
+    """Sharding of the rows of a batch."""
+    return NamedSharding(self.mesh, PartitionSpec("data"))
+
+  def distillation_data(
+    self,
+    path: pathlib.Path,
+    data: str,
+    sources: list[str] | None,
+    targets: list[str],
+    samples: int = 0,
+    new_sources: int = 0,
+    tail: bool = False,
+    writer: tuple[Model, Any] | None = None,
+  ) -> ParallelText:
+    """Return texts with the teacher's top-k distributions, from a file that is created if missing.
+
+    The texts are the references, `samples` outputs for each source, and one output for each of
+    `new_sources` spliced sentences (for a decoder-only target, `new_sources` texts sampled
+    unconditionally). If the file exists, it is read whatever the other arguments are.
+
+    Args:
+      data: folder of the text files.
+      sources: names of the source files; None if the target is decoder-only.
+      targets: names of the files with the translation of each source file, or of text files.
+      tail: see `teacher_topk`.
+      writer: model and parameters that sample the outputs; by default those of the teacher.
+    """
+    if path.exists():
+      return ParallelText.load(path)
+    encode = self.vocabulary.encode
+    text = parallel_text(self.vocabulary, data, sources, targets)
+    if sources:
+      lines = [line for file in sources for line in read_lines(f"{data}/{file}")]
+      new = [*map(encode, spliced_sentences(lines, new_sources))]
+    else:
+      new = [encode("")] * new_sources
+    for seed, prompts in enumerate([*[text.sources] * samples, new]):
+      outputs = self.outputs(prompts, Sampling(), seed, writer)
+      text = ParallelText([*text.sources, *prompts], [*text.targets, *outputs])
+    topk = teacher_topk(
+      self.config, self.params, text, tail=tail, batch_sharding=self.batch_sharding
+    )
+    path.parent.mkdir(parents=True, exist_ok=True)
+    dataclasses.replace(text, teacher=topk).save(path)
+    return ParallelText.load(path)
+
+  def validation_pairs(self, data: str, valid_source: str | None) -> ParallelText:
+    """Return validation sources and the target's argmax outputs for them.
+
+    If `valid_source` is None, return texts that the target samples unconditionally.
+    """
+    sources, sampling = [self.vocabulary.encode("")] * NUM_SAMPLED_TEXTS, Sampling()
+    if valid_source is not None:
+      sources = encoded_lines(self.vocabulary, data, [valid_source])
+      sampling = Sampling(temperature=0.0)
+    return ParallelText(sources, self.outputs(sources, sampling, seed=-1))
+
+  def outputs(
+    self,
+    sources: list[list[int]],
+    sampling: Sampling = Sampling(temperature=0.0),
+    seed: int = 0,
+    writer: tuple[Model, Any] | None = None,
+    num_beams: int | None = None,
+  ) -> list[list[int]]:
+    """Return the outputs of `model_outputs`, by default those of the teacher."""
+    model, params = writer or (self.model, self.params)
+    eos_id, pad_id = self.vocabulary.eos_id, self.vocabulary.pad_id
+    return model_outputs(model, params, sources, eos_id, sampling, seed, num_beams, pad_id)
+
+
+def open_teacher(path: str, vocabulary: Vocabulary, model_parallel: int) -> Teacher:
+  """Load a checkpoint of any format as a teacher that is sharded across this host's devices."""
+  mesh = make_mesh(model_parallel)
+  shardings = functools.partial(param_shardings, mesh=mesh)
+  model, params = load_model("target", open_checkpoint(path), vocabulary, shardings=shardings)
+  return Teacher(vocabulary, model.config, params, mesh)
+
+
+def teacher_topk(
+  config: Config,
+  params: Any,
+  text: ParallelText,
+  k: int = 16,
+  tokens_per_batch: int = 1152,
+  tail: bool = False,
+  batch_sharding: Sharding | None = None,
+) -> list[tuple[np.ndarray, np.ndarray]]:
+  """Return the k most probable tokens of a teacher, with probabilities, at each target position.
+
+  With `tail`, the target token is appended to the k tokens, with weight 0 if it is among them and 1
+  otherwise. If the teacher sampled the targets, cross-entropy with these labels equals, in
+  expectation, cross-entropy with the teacher's whole distribution.
+
+  Returns:
+    For each pair, tokens and their probabilities, both [T, k], or [T, k + 1] with `tail`. T is the
+    number of target tokens, but 0 for a pair that is left out of the batches.
+  """
+  teacher = module_of(config)
+
+  def most_probable(params: Any, batch: Batch) -> tuple[Array, Array]:
+    probs, tokens = jax.lax.top_k(jax.nn.softmax(teacher_forced(teacher, params, batch)), k)
+    if not tail:
+      return tokens, probs
+    text_token = batch.targets[..., None]
+    is_other = (tokens != text_token).all(axis=-1, keepdims=True)
+    probs = jnp.concatenate([probs, is_other.astype(probs.dtype)], axis=-1)
+    return jnp.concatenate([tokens, text_token.astype(tokens.dtype)], axis=-1), probs
+
+  empty = 0, k + tail  # shape for a pair that is left out
+  topk = [(np.zeros(empty, np.int32), np.zeros(empty, np.float16))] * len(text)
+  for i, (tokens, probs) in _by_pair(most_probable, params, text, tokens_per_batch, batch_sharding):
+    topk[i] = tokens.astype(np.int32), probs.astype(np.float16)
+  return topk
+
+
+def residual_labels(
+  config: Config,
+  params: Any,
+  text: ParallelText,
+  tokens_per_batch: int = 1152,
+  batch_sharding: Sharding | None = None,
+) -> ParallelText:
+  """Return the text with labels max(0, p - q): what the target still needs after q is rejected.
+
+  p is the distribution of the teacher in `text`, and q that of another draft. The labels of a
+  position sum to about 1 - beta (Definition 3.1), so a draft that is trained on them learns most
+  where the other draft is rejected (boost-tuning, SpecInfer; Miao et al., 2024).
+  """
+  assert text.teacher is not None
+  draft = module_of(config)
+
+  def residual(params: Any, batch: Batch) -> Array:
+    q = jax.nn.softmax(teacher_forced(draft, params, batch))
+    return jnp.maximum(batch.weights - jnp.take_along_axis(q, batch.labels, axis=-1), 0)
+
+  teacher = list(text.teacher)
+  for i, weights in _by_pair(residual, params, text, tokens_per_batch, batch_sharding):
+    teacher[i] = teacher[i][0], weights[: len(teacher[i][0])].astype(np.float16)
+  return dataclasses.replace(text, teacher=teacher)
+
+
+def _by_pair(
+  compute: Callable[[Any, Batch], Any],
+  params: Any,
+  text: ParallelText,
+  tokens_per_batch: int,
+  batch_sharding: Sharding | None,
+) -> Iterator[tuple[int, Any]]:
+  """Yield the index of each pair in a batch, and its rows [T, ...] of `compute(params, batch)`."""
+  num_devices = 1 if batch_sharding is None else batch_sharding.num_devices
+  batches = epoch_batches(text, tokens_per_batch, seed=0, epoch=0, multiple=num_devices)
+  compute = jax.jit(compute)
+  padded = padded_batches(text, batches)
+  for (_, indices), batch in zip(track(batches, "labels", transient=True), padded):
+    outputs = jax.device_get(compute(params, jax.device_put(batch, batch_sharding)))
+    for row, i in enumerate(indices):
+      length = len(text.targets[i])
+      yield i, jax.tree.map(lambda x: x[row, :length], outputs)  # noqa: B023
 
 
 def spliced_sentences(lines: list[str], count: int, seed: int = 0) -> list[str]:
   """Return `count` new sentences, each of which joins the start of one line to the end of another.
 
   Two lines are joined where they share two neighboring words. A teacher can label any source, so
-  the new sentences need no reference translation. They matter for small corpora: a draft that is
-  trained on only 29,000 captions memorizes them.
-
-  Args:
-    lines: sentences to splice.
-    count: number of new sentences.
-    seed: random seed of the choice.
+  the new sentences need no translation. They keep drafts from memorizing small corpora.
 
   Raises:
-    InputError: 20 * `count` attempts gave fewer than `count` new sentences, because the lines share
-      too few word pairs.
+    InputError: the lines share too few word pairs.
   """
   rng = np.random.default_rng(seed)
   words = [line.split() for line in lines]
@@ -63,141 +251,62 @@ def spliced_sentences(lines: list[str], count: int, seed: int = 0) -> list[str]:
   return new
 
 
-def teacher_topk(
-  teacher: nn.Module,
-  params,
-  text: ParallelText,
-  k: int = 16,
-  tokens_per_batch: int = 1152,
-  tail: bool = False,
-  batch_sharding: jax.sharding.Sharding | None = None,
-) -> list[tuple[np.ndarray, np.ndarray]]:
-  """Return the k most probable tokens of a teacher, with probabilities, at each target position.
-
-  With `tail`, the target token itself is appended to the k tokens, and a weight is appended to
-  their probabilities: 0 if the target token is among the k tokens, and 1 otherwise. If the teacher
-  sampled the targets, this is an unbiased estimate of the rest of the distribution: in expectation,
-  cross-entropy with these labels equals cross-entropy with the teacher's whole distribution.
-
-  Args:
-    teacher: Flax module of the teacher.
-    params: parameters of the teacher.
-    text: encoded sentence pairs.
-    k: number of tokens at each position.
-    tokens_per_batch: approximate number of source tokens in a batch, padding included.
-    tail: whether to append the target token.
-    batch_sharding: sharding of the rows of a batch; None for a single device.
-
-  Returns:
-    For each pair, tokens and their probabilities, both [T, k], or [T, k + 1] with `tail`. T is the
-    number of target tokens, but 0 for a pair that is left out of the batches.
-  """
-
-  @jax.jit
-  def most_probable(params, batch: Batch):
-    probs, tokens = jax.lax.top_k(jax.nn.softmax(teacher_forced(teacher, params, batch)), k)
-    if not tail:
-      return probs, tokens
-    text_token = batch.targets[..., None]
-    is_other = (tokens != text_token).all(axis=-1, keepdims=True)
-    probs = jnp.concatenate([probs, is_other.astype(probs.dtype)], axis=-1)
-    return probs, jnp.concatenate([tokens, text_token.astype(tokens.dtype)], axis=-1)
-
-  empty = 0, k + tail  # shape for a pair that is left out
-  topk = [(np.zeros(empty, np.int32), np.zeros(empty, np.float16))] * len(text)
-  num_devices = 1 if batch_sharding is None else batch_sharding.num_devices
-  batches = epoch_batches(text, tokens_per_batch, seed=0, epoch=0, multiple=num_devices)
-  padded = padded_batches(text, batches)
-  for (_, indices), batch in zip(track(batches, "teacher", transient=True), padded):
-    probs, tokens = most_probable(params, jax.device_put(batch, batch_sharding))
-    probs, tokens = np.asarray(probs), np.asarray(tokens)
-    for row, i in enumerate(indices):
-      length = len(text.targets[i])
-      topk[i] = tokens[row, :length].astype(np.int32), probs[row, :length].astype(np.float16)
-  return topk
-
-
-def residual_labels(
-  module: nn.Module,
-  params,
-  text: ParallelText,
-  tokens_per_batch: int = 1152,
-  batch_sharding: jax.sharding.Sharding | None = None,
+def parallel_text(
+  vocabulary: Vocabulary,
+  data: str,
+  sources: list[str] | None,
+  targets: list[str],
+  max_source_tokens: int | None = None,
 ) -> ParallelText:
-  """Return the text with labels max(0, p - q): what the target still needs after q is rejected.
+  """Read and encode parallel text files; if `sources` is None, each source is the empty text.
 
-  p is the distribution of the teacher in `text`, and q that of another draft. The labels of a
-  position sum to about 1 - beta (Definition 3.1), so a draft that is trained on them learns most
-  where the other draft is rejected (boost-tuning, SpecInfer; Miao et al., 2024). It also learns to
-  propose other tokens than that draft.
-
-  Args:
-    module: Flax module of the other draft.
-    params: parameters of the other draft.
-    text: encoded sentence pairs with a teacher's distributions.
-    tokens_per_batch: approximate number of source tokens in a batch, padding included.
-    batch_sharding: sharding of the rows of a batch; None for a single device.
-
-  Raises:
-    InputError: the text has no teacher distributions.
+  Sources with more than `max_source_tokens` tokens are truncated, but keep their EOS.
   """
-  if text.teacher is None:
-    raise InputError("The sentence pairs have no teacher distributions to subtract from.")
-
-  @jax.jit
-  def residual(params, batch: Batch):
-    q = jax.nn.softmax(teacher_forced(module, params, batch))
-    return jnp.maximum(batch.weights - jnp.take_along_axis(q, batch.labels, axis=-1), 0)
-
-  teacher = list(text.teacher)
-  num_devices = 1 if batch_sharding is None else batch_sharding.num_devices
-  batches = epoch_batches(text, tokens_per_batch, seed=0, epoch=0, multiple=num_devices)
-  padded = padded_batches(text, batches)
-  for (_, indices), batch in zip(track(batches, "residual", transient=True), padded):
-    weights = np.asarray(residual(params, jax.device_put(batch, batch_sharding)))
-    for row, i in enumerate(indices):
-      tokens, _ = text.teacher[i]
-      teacher[i] = tokens, weights[row, : len(tokens)].astype(np.float16)
-  return dataclasses.replace(text, teacher=teacher)
+  encoded_targets = encoded_lines(vocabulary, data, targets)
+  if not sources:
+    return ParallelText([vocabulary.encode("")] * len(encoded_targets), encoded_targets)
+  rows, most = encoded_lines(vocabulary, data, sources), max_source_tokens
+  if most is not None:
+    rows = [row if len(row) <= most else row[: most - 1] + row[-1:] for row in rows]
+  return ParallelText(rows, encoded_targets)
 
 
-def save_parallel_text(path: pathlib.Path, text: ParallelText) -> None:
-  """Write sentence pairs, and a teacher's distributions if any, to one .npz file, atomically."""
-  arrays: dict[str, Any] = {
-    "sources": _concatenated(text.sources),
-    "source_lengths": _lengths(text.sources),
-    "targets": _concatenated(text.targets),
-    "target_lengths": _lengths(text.targets),
-  }
-  if text.teacher is not None:
-    tokens, probs = zip(*text.teacher)
-    arrays |= {
-      "tokens": _concatenated(tokens),
-      "probs": _concatenated(probs),
-      "opinion_lengths": _lengths(tokens),
-    }
-  with atomic_write(path, "wb") as file:
-    np.savez(file, **arrays)
+def encoded_lines(vocabulary: Vocabulary, data: str, files: list[str]) -> list[list[int]]:
+  """Read the lines of text files in folder `data` and encode them."""
+  return [vocabulary.encode(line) for file in files for line in read_lines(f"{data}/{file}")]
 
 
-def load_parallel_text(path: pathlib.Path) -> ParallelText:
-  """Read a file that `save_parallel_text` wrote."""
-  with np.load(path) as file:
+def model_outputs(
+  model: Model,
+  params: Any,
+  sources: list[list[int]],
+  eos_id: int | None = None,
+  sampling: Sampling = Sampling(temperature=0.0),
+  seed: int = 0,
+  num_beams: int | None = None,
+  pad_id: int = PAD_ID,
+) -> list[list[int]]:
+  """Decode sources without a draft; return the (at most MAX_NEW_TOKENS) ids of each output.
 
-    def split(name: str, lengths: str) -> list[np.ndarray]:
-      return np.split(file[name], np.cumsum(file[lengths])[:-1])
+  With `num_beams`, the output is the best text of a beam search, and nothing is sampled.
+  """
+  order = sorted(range(len(sources)), key=lambda i: len(sources[i]))
+  outputs: list[list[int]] = [[]] * len(sources)
+  decoder = Decoder(model, NullDraft(), TokenVerifier(sampling), eos_id)
 
-    sources = [row.tolist() for row in split("sources", "source_lengths")]
-    targets = [row.tolist() for row in split("targets", "target_lengths")]
-    if "tokens" not in file:
-      return ParallelText(sources, targets)
-    tokens, probs = split("tokens", "opinion_lengths"), split("probs", "opinion_lengths")
-    return ParallelText(sources, targets, [*zip(tokens, probs)])
+  def decode(prompt: Array, rng: Array) -> DecodeResult:
+    if num_beams is None:
+      return decoder.run(Params(params), prompt, rng, max_new_tokens=MAX_NEW_TOKENS)
+    searcher = BeamSearcher(model, NullBeamDraft(), num_beams, eos_id=eos_id)
+    return searcher.run(Params(params), prompt, max_new_tokens=MAX_NEW_TOKENS).best()
 
-
-def _concatenated(rows: Sequence) -> np.ndarray:
-  return np.concatenate([np.asarray(row) for row in rows])
-
-
-def _lengths(rows: Sequence) -> np.ndarray:
-  return np.array([len(row) for row in rows])
+  for start in track(range(0, len(order), BATCH_SIZE), "decoding", transient=True):
+    indices = order[start : start + BATCH_SIZE]
+    # The last batch is filled up, so that one program per prompt length is compiled.
+    indices += [indices[-1]] * (BATCH_SIZE - len(indices))
+    width = -(-max(len(sources[i]) for i in indices) // 16) * 16
+    prompt = jnp.asarray(padded([sources[i] for i in indices], width, pad_id))
+    result = decode(prompt, row_keys(seed, start, BATCH_SIZE))
+    for i, row, length in zip(indices, np.asarray(result.tokens), np.asarray(result.lengths)):
+      outputs[i] = row[:length].tolist()
+  return outputs

@@ -25,9 +25,8 @@ class Objective(NamedTuple):
     loss: function of (parameters, frozen, batch, key, progress) that returns a scalar loss.
       `progress` is the fraction of all training steps that are completed.
     scores: function of (parameters, frozen, batch) that returns validation scores by name.
-    frozen: parameters that the loss uses but training does not change, such as those of a target.
-    rates: pytree prefix of the parameters; each of its numbers multiplies the learning rate of the
-      parameters below it. With 0, they do not change.
+    frozen: parameters that training does not change, such as those of a target.
+    rates: pytree prefix of the parameters, whose numbers multiply the learning rate below them.
   """
 
   init: Callable[[Array], Any]
@@ -42,12 +41,12 @@ def model_objective(
 ) -> Objective:
   """Return the objective of a language model or translation model.
 
+  Without a teacher, the targets replace its distributions.
+
   Args:
     config: configuration of the model, with the dropout rate of training.
     label_smoothing: probability mass spread evenly over the vocabulary; used by 'forward_kl' only.
-    divergence: divergence between the distributions of the teacher and of the model (see
-      `divergences`). Without a teacher, the targets replace its distributions. 'forward_kl' is
-      implemented as cross-entropy with the labels.
+    divergence: see `divergences`; 'forward_kl' is implemented as cross-entropy with the labels.
   """
   module = module_of(config)
 
@@ -103,9 +102,9 @@ def divergences(
 ) -> Array:
   """Return the divergence [...] between a draft's q and a teacher's p at each position.
 
-  Only the teacher's k most probable tokens are known. All other tokens are merged into one, for p
-  and for q, so the result is a lower bound on the divergence of the full distributions. The bound
-  is tight where the k tokens carry most of the probability.
+  All tokens but the teacher's k most probable ones are merged into one, for p and for q, so the
+  result is a lower bound on the divergence of the full distributions. It is tight where the k
+  tokens carry most of the probability.
 
   Args:
     logits: [..., V], logits of the draft.
@@ -113,8 +112,8 @@ def divergences(
     probs: [..., k], the teacher's probabilities of these tokens.
     divergence: 'forward_kl', KL(p, q); 'reverse_kl', KL(q, p); 'jsd', the Jensen-Shannon
       divergence; 'tv', the total variation distance, which is D_LK = 1 - beta (Theorem 5); 'lk',
-      which is not D_LK but a mixture of -log beta and KL(p, q), in which the weight of KL(p, q)
-      falls from 1 to 0 during training. All are in nats, except 'tv'.
+      a mixture of -log beta and KL(p, q), whose weight falls from 1 to 0 during training (it is not
+      D_LK). All are in nats, except 'tv'.
     progress: fraction of training that is completed, for 'lk'.
   """
   q_known = jnp.take_along_axis(jax.nn.softmax(logits), jnp.asarray(tokens), axis=-1)
@@ -134,7 +133,6 @@ def divergences(
 
 
 def _with_remainder(probs: Array) -> Array:
-  """Append the probability of all other tokens: [..., k] -> [..., k + 1]."""
   remainder = jnp.maximum(1 - probs.sum(axis=-1, keepdims=True), 0)
   return jnp.concatenate([probs, remainder], axis=-1)
 

@@ -5,6 +5,7 @@ import functools
 import json
 import math
 import pathlib
+import sys
 import time
 from collections.abc import Callable
 from typing import Any
@@ -19,12 +20,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from specdec_jax.core.atomic_files import atomic_write
-from specdec_jax.errors import (
-  InputError,
-  require_count,
-  require_number,
-  require_seed,
-)
+from specdec_jax.errors import InputError, require_count, require_number
 from specdec_jax.models.partitioning import make_mesh, param_shardings
 from specdec_jax.train.batches import NO_TOKEN, Batch, ParallelText, epoch_batches, padded_batches
 from specdec_jax.train.objectives import Objective
@@ -38,10 +34,9 @@ class TrainSettings:
     epochs: number of passes over the training pairs.
     max_steps: maximum number of steps; None to train for all epochs.
     tokens_per_batch: approximate number of source tokens in a batch, padding included.
-    peak_learning_rate: highest learning rate of Adafactor with parameter scaling, which is the size
-      of an update relative to the parameter.
-    warmup_steps: number of steps of linear warm-up. A cosine decay follows, which reaches zero at
-      the end of training.
+    peak_learning_rate: highest learning rate of Adafactor with parameter scaling: the size of an
+      update relative to the parameter.
+    warmup_steps: steps of linear warm-up, before a cosine decay to zero at the end of training.
     label_smoothing: probability mass spread evenly over the vocabulary.
     seed: seed of initialization, batch order, and randomness of the loss, such as dropout.
     save_every: number of steps between checkpoints. The end of each epoch is saved, too.
@@ -60,19 +55,14 @@ class TrainSettings:
   model_parallel: int = 1
 
   def __post_init__(self):
-    require_seed(self.seed)
+    require_count("seed", self.seed, 0)
     for name in ("epochs", "tokens_per_batch", "save_every", "model_parallel"):
       require_count(name, getattr(self, name))
     if self.max_steps is not None:
       require_count("max_steps", self.max_steps)
-    if self.warmup_steps < 0 or not 0 < self.peak_learning_rate < math.inf:
-      raise InputError(
-        f"warmup_steps is {self.warmup_steps} and peak_learning_rate is "
-        f"{self.peak_learning_rate}; they must be at least 0 and above 0."
-      )
+    require_count("warmup_steps", self.warmup_steps, 0)
+    require_number("peak_learning_rate", self.peak_learning_rate, 0, math.inf, "(]")
     require_number("label_smoothing", self.label_smoothing, 0, 1, "[)")
-    if self.seed < 0:
-      raise InputError(f"seed is {self.seed}; the order of batches needs a seed of at least 0.")
 
 
 def train(
@@ -90,20 +80,17 @@ def train(
   same as that of an uninterrupted run.
 
   Args:
-    objective: initial parameters, loss, validation scores and relative learning rates.
-    settings: see `TrainSettings`.
-    train_pairs: encoded sentence pairs to train on.
-    valid_pairs: encoded sentence pairs for the scores that are printed after each epoch.
+    valid_pairs: pairs for the scores that are printed after each epoch.
     output_dir: folder for `checkpoints/` and for `metrics.jsonl`, which has one line per epoch. For
-      an epoch that was resumed, `train_loss`, `tokens_per_s` and `seconds` cover only the steps
-      since the last start. Times include compilation. If `init` and `bleu` are given, a line of
-      epoch 0 has the scores before training.
+      a resumed epoch, `train_loss`, `tokens_per_s` and `seconds` cover only the steps since the
+      last start. Times include compilation. With `init` and `bleu`, epoch 0 is before training.
     init: initial parameters; None for random parameters from `objective.init`.
     bleu: function from parameters to BLEU on validation text; it is called after each epoch.
 
   Raises:
-    InputError: no training pair or no validation pair fits into a batch, the warm-up is at least as
-      long as the run, or `model_parallel` does not divide the number of devices.
+    InputError: no training or validation pair fits into a batch, the warm-up is at least as long as
+      the run, `model_parallel` does not divide the number of devices, or a loss or a parameter is
+      not finite. In the last case, the checkpoints from before that step remain.
   """
   output = pathlib.Path(output_dir).absolute()
   mesh = make_mesh(settings.model_parallel)
@@ -115,18 +102,17 @@ def train(
   for name, count in (("training", steps_per_epoch), ("validation", len(valid_batches))):
     if not count:
       raise InputError(f"There are no {name} pairs that fit into a batch; give at least one.")
-  total = settings.epochs * steps_per_epoch
-  if settings.max_steps is not None:
-    total = min(total, settings.max_steps)
+  total = min(settings.epochs * steps_per_epoch, settings.max_steps or sys.maxsize)
   if settings.warmup_steps >= total:
     raise InputError(
       f"warmup_steps is {settings.warmup_steps}, but the whole run has {total} steps; warm up for "
       "less, or train for longer."
     )
-  schedule = optax.warmup_cosine_decay_schedule(
-    0.0, settings.peak_learning_rate, settings.warmup_steps, total
+  optimizer = optax.adafactor(
+    optax.warmup_cosine_decay_schedule(
+      0.0, settings.peak_learning_rate, settings.warmup_steps, total
+    )
   )
-  optimizer = optax.adafactor(schedule)
   rng = jax.random.key(settings.seed)
 
   def shard(params: Any) -> Any:
@@ -140,7 +126,6 @@ def train(
   )
   counters = {"opt_state": optimizer.init(params), "step": jnp.zeros((), jnp.int32)}
   state = {"params": params, **jax.device_put(counters, replicated)}
-
   out_shardings = jax.tree.map(lambda x: x.sharding, state), replicated
 
   @functools.partial(jax.jit, donate_argnums=0, out_shardings=out_shardings)
@@ -159,16 +144,20 @@ def train(
 
   scores_of = jax.jit(objective.scores)
 
-  def write_scores(params: Any, epoch: int, step: int, **of_training: float | None) -> None:
+  def write_scores(epoch: int, step: int, **of_training: float | None) -> None:
     scores = [
-      scores_of(params, frozen, jax.device_put(batch, batch_sharding))
+      scores_of(state["params"], frozen, jax.device_put(batch, batch_sharding))
       for batch in padded_batches(valid_pairs, valid_batches)
     ]
     means = {name: float(np.mean([each[name] for each in scores])) for name in scores[0]}
-    score = bleu(params) if bleu else None
+    score = bleu(state["params"]) if bleu else None
     metrics = {"epoch": epoch, "step": step, **means, "bleu": score, **of_training}
     _write_metrics(output / "metrics.jsonl", metrics)
     bar.console.print(json.dumps(metrics))
+
+  def save(step: int, losses: list[Array]) -> None:
+    _require_finite(step, losses, state["params"])
+    checkpoints.save(step, args=ocp.args.StandardSave(state))
 
   options = ocp.CheckpointManagerOptions(max_to_keep=2, create=True)
   manager = ocp.CheckpointManager(output / "checkpoints", options=options)
@@ -178,7 +167,7 @@ def train(
       state = checkpoints.restore(checkpoints.latest_step(), args=restore)
     step = int(state["step"])
     if step == 0 and init is not None and bleu:
-      write_scores(state["params"], 0, step, train_loss=None, tokens_per_s=0.0, seconds=0.0)
+      write_scores(0, step, train_loss=None, tokens_per_s=0.0, seconds=0.0)
     task = bar.add_task("training", total=total, completed=step, note="")
     while step < total:
       epoch, skip = divmod(step, steps_per_epoch)
@@ -191,33 +180,48 @@ def train(
         tokens += int((batch.targets != NO_TOKEN).sum())
         losses.append(loss)
         if step % 20 == 0:  # rarely, since reading a loss waits for its step
-          recent = np.mean(jax.device_get(losses[-20:]))
+          recent = np.mean(_require_finite(step, losses[-20:]))
           rate = tokens / (time.perf_counter() - since)
           note = f"epoch {epoch + 1}/{settings.epochs}  loss {recent:.3f}  {rate:,.0f} tokens/s"
           bar.update(task, completed=step, note=note)
           if step % settings.save_every == 0 and not bar.console.is_terminal:
             bar.console.print(f"step {step}/{total}  {note}")  # in place of the bar
         if step % settings.save_every == 0 and step % steps_per_epoch != 0:
-          checkpoints.save(step, args=ocp.args.StandardSave(state))
-      train_loss = float(np.mean(jax.device_get(losses)))
+          save(step, losses)
+      train_loss = float(np.mean(_require_finite(step, losses, state["params"])))
       seconds = time.perf_counter() - since
-      write_scores(
-        state["params"],
-        epoch + 1,
-        step,
-        train_loss=train_loss,
-        tokens_per_s=tokens / seconds,
-        seconds=seconds,
-      )
-      checkpoints.save(step, args=ocp.args.StandardSave(state))
+      rate = tokens / seconds
+      write_scores(epoch + 1, step, train_loss=train_loss, tokens_per_s=rate, seconds=seconds)
+      save(step, losses)
   return state["params"]
 
 
-def _write_metrics(path: pathlib.Path, metrics: dict) -> None:
-  """Write the metrics of an epoch as a line, and drop old lines of this and later epochs.
+@jax.jit
+def _is_finite(params: Any) -> Array:
+  return jnp.stack([jnp.isfinite(x).all() for x in jax.tree.leaves(params)]).all()
 
-  A run that was stopped after it wrote the line of an epoch but before it saved the checkpoint
-  repeats that epoch.
+
+def _require_finite(step: int, losses: list[Array], params: Any = None) -> list[np.ndarray]:
+  """Return the losses of the steps up to `step`; raise InputError if one is not finite."""
+  values = jax.device_get(losses)
+  for number, loss in enumerate(values, step - len(values) + 1):
+    if not np.isfinite(loss):
+      raise InputError(
+        f"The loss of step {number} is {loss}; lower peak_learning_rate, or look for texts or "
+        "weights that are not finite. The checkpoints from before that step remain."
+      )
+  if params is not None and not _is_finite(params):
+    raise InputError(
+      f"After step {step}, the parameters are not finite; lower peak_learning_rate. The "
+      "checkpoints from before that step remain."
+    )
+  return values
+
+
+def _write_metrics(path: pathlib.Path, metrics: dict) -> None:
+  """Write the line of an epoch, and drop old lines of this and later epochs.
+
+  A run that was stopped between the line of an epoch and its checkpoint repeats that epoch.
   """
   lines = path.read_text().splitlines() if path.exists() else []
   lines = [line for line in lines if json.loads(line)["epoch"] < metrics["epoch"]]

@@ -16,7 +16,7 @@ from specdec_jax.core.sampling import Sampling
 from specdec_jax.core.trees import chain
 from specdec_jax.core.types import Params
 from specdec_jax.core.verify.tokens import TokenVerifier
-from specdec_jax.exactness.compare import compare_samples
+from specdec_jax.exactness.samples import compare_samples
 from specdec_jax.models.t5 import T5Model
 
 V, LIMIT, EOS, BATCH = 24, 16, 5, 8
@@ -56,15 +56,15 @@ def decode(drafts, draft_params, costs=COSTS, prior=(0.5, 0.5), eos_id=EOS):
 
 
 def script(right):
-  """Return guesses, by position in the text, that equal the target's tokens where `right`."""
+  """Return draft tokens, by position in the text, that equal the target's tokens where `right`."""
   target_tokens = np.asarray(autoregressive(-1).tokens)
-  guesses = np.where(right, target_tokens, (target_tokens + 1) % V)
-  return jnp.pad(jnp.asarray(guesses), ((0, 0), (1, 0)))  # position 0 has the start token
+  draft_tokens = np.where(right, target_tokens, (target_tokens + 1) % V)
+  return jnp.pad(jnp.asarray(draft_tokens), ((0, 0), (1, 0)))  # position 0 has the start token
 
 
 def gammas_of(out):
   """Return the gamma of each round that ran, after checking that all rows have the same gamma."""
-  num_proposed = (np.asarray(out.rounds.guesses) >= 0).sum(axis=-1)[: int(out.num_rounds)]
+  num_proposed = (np.asarray(out.rounds.draft_tokens) >= 0).sum(axis=-1)[: int(out.num_rounds)]
   assert (num_proposed == num_proposed[:, :1]).all()
   return num_proposed[:, 0].tolist()
 
@@ -87,7 +87,7 @@ def test_greedy_output_equals_autoregressive_decoding(name):
 def test_gamma_follows_a_draft_whose_quality_changes():
   """Without EOS all rows run the same rounds, so the expected gammas are known."""
   out = decode(SCRIPTED, script(RIGHT["at first"]), eos_id=-1)
-  # Estimates of alpha: 1/2, 3/4, 7/8, 15/16; then every guess is rejected: 15/18, 15/20, ...
+  # Estimates of alpha: 1/2, 3/4, 7/8, 15/16; then every draft token is rejected: 15/18, 15/20, ...
   assert gammas_of(out) == [1, 2, 4, 4, 2, 2, 2, 2, 2]
   assert (np.asarray(out.rounds.num_accepted)[:9].T == [1, 2, 4, 0, 0, 0, 0, 0, 0]).all()
   accepted, rejected = out.rounds.acceptance_counts()
@@ -95,7 +95,7 @@ def test_gamma_follows_a_draft_whose_quality_changes():
 
 
 def test_finished_rows_do_not_affect_gamma():
-  """Row 1 ends after one token, and its wrong guesses would lower gamma if they were counted."""
+  """Row 1 ends after one token; its wrong draft tokens would lower gamma if they were counted."""
   right = np.arange(BATCH)[:, None] != 1
   assert int(autoregressive().lengths[1]) == 1
   with_wrong_row = decode(SCRIPTED, script(right))

@@ -36,24 +36,30 @@ def test_speculative_search_is_measured_against_plain_search(tmp_path, capsys):
   )
   bench_beams.beams(pair, texts, str(tmp_path), **settings, repeats=1, references=texts)
   measured = records.read(str(tmp_path / "results.jsonl"))
-  assert [(r.beams, r.draft_beams, r.gamma) for r in measured] == [(2, 4, 2)]
+  assert [(r.settings.beams, r.settings.draft_beams, r.settings.gamma) for r in measured] == [
+    (2, 4, 2)
+  ]
   for r in measured:
-    assert r.identical and r.ties == 0 and 1 < r.tokens_per_round <= 3
-    assert r.speedup > 0 and r.predicted_measured_cost == pytest.approx(
-      r.tokens_per_round * r.target_step_ms / r.round_ms
+    assert r.outputs.identical and r.outputs.ties == 0 and 1 < r.outputs.tokens_per_round <= 3
+    assert r.times.speedup > 0 and r.times.predicted_measured_cost == pytest.approx(
+      r.outputs.tokens_per_round * r.times.target_step_ms / r.times.round_ms
     )
-    assert r.quality == r.baseline_quality and r.num_examples == 5
+    assert r.outputs.quality == r.outputs.baseline_quality and r.settings.num_examples == 5
   plain = tmp_path / "plain"
   plain_settings = settings | dict(draft_beam_factors=[1], gammas=[0])
   bench_beams.beams(pair, texts, str(plain), **plain_settings, repeats=0)
   (r,) = records.read(str(plain / "results.jsonl"))
-  assert (r.gamma, r.beam_nodes, r.tokens_per_round, r.identical) == (0, 2, 1.0, True)
+  assert (
+    r.settings.gamma,
+    r.settings.beam_nodes,
+    r.outputs.tokens_per_round,
+    r.outputs.identical,
+  ) == (0, 2, 1.0, True)
   bench_beams.beams(pair, texts, str(tmp_path), **settings, repeats=1)
   assert len(records.read(str(tmp_path / "results.jsonl"))) == 1, "no setting is measured twice"
   assert "speedup" in capsys.readouterr().out
   counted = tmp_path / "counted"
   bench_beams.beams(pair, texts, str(counted), **settings, repeats=0, references=texts)
-  fields = "identical", "rounds", "tokens_per_round", "num_tokens", "quality", "beam_nodes"
   for untimed, r in zip(records.read(str(counted / "results.jsonl")), measured, strict=True):
-    assert [getattr(untimed, name) for name in fields] == [getattr(r, name) for name in fields]
-    assert untimed.speedup is None
+    assert untimed.outputs == r.outputs and untimed.settings == r.replace(repeats=None).settings
+    assert untimed.times.speedup is None

@@ -1,6 +1,5 @@
 """Test the comparison of drafts: which drafts are measured, and their table, page and figure."""
 
-import dataclasses
 import functools
 
 import numpy as np
@@ -13,20 +12,20 @@ from specdec_jax.core.verify.blocks import BlockVerifier
 from specdec_jax.core.verify.gumbel import GumbelVerifier
 from specdec_jax.drafts.layer_skip import layer_skip
 from specdec_jax.drafts.prompt_lookup import prompt_lookup
-from specdec_jax.measure import measure as measuring
-from specdec_jax.measure import records
+from specdec_jax.measure import records, speed
 
 
 def test_drafts_are_measured_and_shown(tmp_path, capsys, monkeypatch):
   """The measurement of a pair is tested in test_measure.py."""
 
-  def invent(pair, prompts, settings, timing, references, wanted, report):
+  def invent(pair, prompts, settings, wanted, speed):
     for setting in wanted:
-      i = 2 + round(setting.temperature)
+      i = 2 + round(setting.settings.temperature)
       found = dict(tokens_per_round=2.5, speedup=0.5 * i, draft_mb=0.0, identical=i == 2 or None)
-      yield dataclasses.replace(setting, **found)
+      yield setting.replace(**found)
 
-  monkeypatch.setattr(measuring, "_measure", invent)
+  monkeypatch.setattr(speed, "measure_speed", lambda *args: None)
+  monkeypatch.setattr(speed, "_records", invent)
   others = [prompt_lookup, functools.partial(layer_skip, layers=[0])]
   both = [(prompt_lookup, GumbelVerifier)]
   how = dict(verifiers=[BlockVerifier], drafts_with_verifiers=both, gamma=2)
@@ -37,7 +36,7 @@ def test_drafts_are_measured_and_shown(tmp_path, capsys, monkeypatch):
   def of(draft):
     return [(draft, "TokenVerifier", 0.0), (draft, "TokenVerifier", 1.0)]
 
-  names = [(r.draft, r.verifier, r.temperature) for r in measured]
+  names = [(r.models.draft, r.settings.verifier, r.settings.temperature) for r in measured]
   blocks = [("near", "BlockVerifier", 1.0)]
   with_verifier = [("copy-3", "GumbelVerifier", temperature) for temperature in (0.0, 1.0)]
   assert names == [*of("near"), *blocks, *of("copy-3"), *of("layers 0"), *with_verifier]
@@ -51,7 +50,7 @@ def test_drafts_are_measured_and_shown(tmp_path, capsys, monkeypatch):
   )
   assert dict(zip(shown, rows[1]))["length, T = 0"] == "-" and "layers 0" in said
   page = (tmp_path / "report.html").read_text()
-  assert "near, BlockVerifier" in page and page.count("<svg") == 2
+  assert "near, BlockVerifier" in page and page.count("<figure>") == 2
   cold, warm = drafts_figure(measured).axes
   np.testing.assert_allclose(cold.collections[0].get_offsets(), [(2.5, 2.5)])
   assert len(warm.collections) == 5 and len(cold.collections) == 4

@@ -1,28 +1,23 @@
 """Test that figures show the values of closed forms and of records."""
 
-import dataclasses
 import sys
 
 import numpy as np
 import pytest
 import tiny_pair
+from test_records import RECORD as SETTING
 
 from experiments.figures import figures
 from experiments.paper.paper import load_table
-from specdec_jax.measure.records import Record, append
-from specdec_jax.measure.reporting.rounds import Round
+from specdec_jax.measure.records import append
+from specdec_jax.measure.rounds import Round
 
-RECORD = Record(
+RECORD = SETTING.replace(
   task="captions",
   target="big",
   draft="small",
-  temperature=0.0,
   gamma=3,
-  batch_size=1,
-  platform="cpu",
   device_kind="x86",
-  dtype="float32",
-  seed=0,
   num_examples=24,
   tokens_per_round=2.5,
   target_prefill_ms=4.0,
@@ -35,8 +30,8 @@ RECORD = Record(
   predicted_finite_length=1.3,
   speedup=1.25,
 )
-LONGER = dataclasses.replace(RECORD, gamma=5, verify_ms=3.5, tokens_per_round=4.0, speedup=1.5)
-SAMPLED = dataclasses.replace(RECORD, temperature=1.0, speedup=1.1, predicted_finite_length=None)
+LONGER = RECORD.replace(gamma=5, verify_ms=3.5, tokens_per_round=4.0, speedup=1.5)
+SAMPLED = RECORD.replace(temperature=1.0, speedup=1.1, predicted_finite_length=None)
 
 
 def value_at(line, x):
@@ -104,7 +99,7 @@ def test_figure_5_is_to_scale():
 
 
 def test_sweep_shows_measured_and_predicted_speed():
-  again = dataclasses.replace(RECORD, speedup=1.2)
+  again = RECORD.replace(speedup=1.2)
   argmax, sampled = figures.sweep_figure([LONGER, RECORD, SAMPLED, again]).axes
   drawn = {line.get_label(): line.get_data() for line in argmax.lines}
   assert [list(values) for values in drawn["measured"]] == [[3, 5], [1.2, 1.5]]

@@ -12,7 +12,7 @@ from experiments.gamma import gamma as bench_gamma
 from experiments.gamma import oracles
 from experiments.gamma.stopping import auc, in_a_row, stopped_speedup
 from specdec_jax.measure import calibrate
-from specdec_jax.measure.choice import Calibration, choose
+from specdec_jax.measure.calibrate import Calibration, choose
 from specdec_jax.measure.records import read
 
 RNG = np.random.default_rng(0)
@@ -58,16 +58,16 @@ def test_policies_are_measured(tmp_path, capsys, monkeypatch):
   monkeypatch.setattr(bench_gamma, "acceptances", noted)
   bench_gamma.gamma(pair, lines, str(tmp_path), **settings, repeats=1)
   measured = read(str(tmp_path / "results.jsonl"))
-  by_name = {(r.draft.rpartition(", ")[2], r.gamma): r for r in measured}
+  by_name = {(r.models.draft.rpartition(", ")[2], r.settings.gamma): r for r in measured}
   names = [name for name, _ in by_name]
   assert names[:3] == ["oracle of a gamma", "oracle of each text", "oracle of each round"]
   assert names[-1] == "adaptive" and names.count("fixed") == 2 and "autoregressive" in names
-  assert all(r.identical for r in measured if r.rounds)
-  assert by_name["stops below 0", 2].rounds == by_name["fixed", 2].rounds
-  assert by_name["confidence: entropy bound", 1].auc > 0.5
+  assert all(r.outputs.identical for r in measured if r.outputs.rounds)
+  assert by_name["stops below 0", 2].outputs.rounds == by_name["fixed", 2].outputs.rounds
+  assert by_name["confidence: entropy bound", 1].outputs.auc > 0.5
   for g in (1, 2):
     rounds = sum(oracles.times(row > 0.5, [1.0, 1.0, 1.0])[0][g] for row in stands)
-    assert by_name["fixed", g].rounds == rounds
+    assert by_name["fixed", g].outputs.rounds == rounds
   assert set(np.concatenate(stands)) == {0.0, 1.0}
   for row in stands:  # with given costs, because noise may make measured ones negative
     fixed, best = oracles.times(row > 0.5, [1.0, 1.2, 1.4])

@@ -50,20 +50,20 @@ def run(words, output_dir, drafts, sources=SOURCES, outputs=OUTPUTS, **changes):
   return records.read(output_dir / "results.jsonl")
 
 
-def guessing(words, make, gamma):
+def draft_tokening(words, make, gamma):
   """Return a function (source ids, ids of the text so far) -> draft tokens of one proposal."""
   drafter = make(tiny.loaded(words))
   draft = drafter.build(ARGMAX, chain(gamma))
   propose = jax.jit(draft.propose)
   keys = jax.random.split(jax.random.key(0), 1)
 
-  def guesses(source, done):
+  def draft_tokens(source, done):
     tokens, length = padded([[PAD_ID, *done]], 60), np.array([1 + len(done)])
     context = Context(padded([source], 120), tokens, length, None, None)
     state = draft.init(drafter.params, context, jnp.zeros((1, 1, 0)))
     return propose(drafter.params, state, context, keys)[0].tokens[0].tolist()
 
-  return guesses
+  return draft_tokens
 
 
 def test_target_emits_the_given_texts(words):
@@ -86,18 +86,18 @@ def test_alpha_and_rounds_equal_those_of_a_plain_loop(words, path, tmp_path, nam
     "copy-3": prompt_lookup,
   }[name]
   texts = [(words.encode(source), words.encode(output)) for source, output in zip(SOURCES, OUTPUTS)]
-  first = guessing(words, make, 1)
+  first = draft_tokening(words, make, 1)
   right = [[first(s, text[:t]) == [text[t]] for t in range(len(text))] for s, text in texts]
   for r in run(words, tmp_path, [make]):
-    assert r.draft == name and r.alpha == pytest.approx(np.concatenate(right).mean())
-    guesses = guessing(words, make, r.gamma)
-    rounds, stood, fell = 0, [0] * r.gamma, [0] * r.gamma
+    assert r.models.draft == name and r.outputs.alpha == pytest.approx(np.concatenate(right).mean())
+    draft_tokens = draft_tokening(words, make, r.settings.gamma)
+    rounds, stood, fell = 0, [0] * r.settings.gamma, [0] * r.settings.gamma
     for source, text in texts:
       done = 0
       while done < len(text):
         rounds += 1
-        for i, guess in enumerate(guesses(source, text[:done])):
-          if guess != text[done]:
+        for i, draft_token in enumerate(draft_tokens(source, text[:done])):
+          if draft_token != text[done]:
             fell[i] += 1
             break
           stood[i] += 1
@@ -105,16 +105,18 @@ def test_alpha_and_rounds_equal_those_of_a_plain_loop(words, path, tmp_path, nam
           if done == len(text):
             break
         done += 1  # the target's next token, unless the text has ended
-    assert r.rounds == rounds and r.tokens_per_round == r.num_tokens / rounds
+    assert (
+      r.outputs.rounds == rounds and r.outputs.tokens_per_round == r.outputs.num_tokens / rounds
+    )
     judged = zip(stood, fell)
-    assert r.acceptance_by_position == [a / (a + b) if a + b else None for a, b in judged]
+    assert r.outputs.acceptance_by_position == [a / (a + b) if a + b else None for a, b in judged]
 
 
 def test_output_cut_off_at_the_limit_has_no_eos(words, tmp_path):
   make = [prompt_lookup]
   (cut,) = run(words, tmp_path / "cut", make, LINES[:1], LINES[:1], gammas=(3,), max_new_tokens=4)
   (whole,) = run(words, tmp_path / "whole", make, LINES[:1], LINES[:1], gammas=(3,))
-  assert cut.num_tokens == 4 and whole.num_tokens == len(words.encode(LINES[0]))
+  assert cut.outputs.num_tokens == 4 and whole.outputs.num_tokens == len(words.encode(LINES[0]))
 
 
 def test_recorded_settings_are_not_measured_again(words, path, tmp_path, capsys):
@@ -123,13 +125,17 @@ def test_recorded_settings_are_not_measured_again(words, path, tmp_path, capsys)
   counted = functools.partial(unigram, path=path)
   measured = run(words, tmp_path, [prompt_lookup, counted])
   assert (tmp_path / "results.jsonl").read_bytes().startswith(before)
-  assert [(r.draft, r.gamma) for r in measured] == [
+  assert [(r.models.draft, r.settings.gamma) for r in measured] == [
     *(("copy-3", 2), ("copy-3", 5), ("unigram", 2), ("unigram", 5))
   ]
-  assert measured[1].alpha == one.alpha  # which does not depend on gamma
+  assert measured[1].outputs.alpha == one.outputs.alpha  # which does not depend on gamma
   for r in measured:
-    assert r.temperature == 0 and r.target == "T" and r.num_examples == len(SOURCES)
-    assert r.speedup is None and r.c is None  # nothing was timed
+    assert (
+      r.settings.temperature == 0
+      and r.models.target == "T"
+      and r.settings.num_examples == len(SOURCES)
+    )
+    assert r.times.speedup is None and r.times.c is None  # nothing was timed
 
 
 def test_table_has_the_values_of_the_paper(words, path, tmp_path, capsys):

@@ -9,7 +9,7 @@ import pytest
 from test_tasks import ROOT, examples, mocked, shared, tasks  # noqa: F401  a fixture
 
 from specdec_jax import run as command
-from specdec_jax.data.sentence_pieces import EOS_ID
+from specdec_jax.data.pieces import EOS_ID
 from specdec_jax.data.text import read_lines
 from specdec_jax.data.vocabularies import open_vocabulary
 from specdec_jax.data.vocabulary import PAD_ID

@@ -19,7 +19,7 @@ from specdec_jax.core.trees import chain
 from specdec_jax.core.types import Params
 from specdec_jax.core.verify.tokens import TokenVerifier
 from specdec_jax.drafts.composed import stop_at_miss_draft
-from specdec_jax.drafts.heads import speculator_config
+from specdec_jax.drafts.heads import new_head
 from specdec_jax.drafts.retrieval import retrieval
 from specdec_jax.load import load_pair, random_speculator
 from specdec_jax.measure import records
@@ -30,10 +30,10 @@ from specdec_jax.measure.alpha import proposals
 def pair():
   """Return the tiny target with a random EAGLE head as its draft."""
   folder = tiny_pair.folder()
-  shape = functools.partial(speculator_config, kind="eagle", gamma=3, emb_dim=32, mlp_dim=32)
+  shape = functools.partial(new_head, kind="eagle", gamma=3, emb_dim=32, mlp_dim=32)
   return load_pair(
     target=str(folder / "target"),
-    draft=functools.partial(random_speculator, config=shape),
+    draft=functools.partial(random_speculator, head=shape),
     vocabulary=str(folder / "vocabulary.model"),
     max_source_tokens=24,
     kernels="xla",
@@ -55,11 +55,12 @@ def test_learning_raises_the_acceptance_length_and_keeps_the_outputs(pair, tmp_p
     max_new_tokens=16,
   )
   measured = records.read(str(tmp_path / "out/results.jsonl"))
-  assert [r.draft for r in measured] == ["random eagle", "random eagle, online"] * 2
-  first_frozen, _, last_frozen, last_learning = (r.tokens_per_round for r in measured)
+  assert [r.models.draft for r in measured] == ["random eagle", "random eagle, online"] * 2
+  first_frozen, _, last_frozen, last_learning = (r.outputs.tokens_per_round for r in measured)
   assert first_frozen == last_frozen < last_learning
   assert (
-    len({r.num_tokens for r in measured}) == 1 and "frozen and online" in capsys.readouterr().out
+    len({r.outputs.num_tokens for r in measured}) == 1
+    and "frozen and online" in capsys.readouterr().out
   )
 
 
@@ -77,10 +78,10 @@ def test_growing_datastore_raises_the_acceptance_length_without_recompiling(tmp_
   assert Decoder.run._cache_size() == compiled + 1
   measured = records.read(str(tmp_path / "out/results.jsonl"))
   name = "retrieval x2, as far as known"
-  assert [r.draft for r in measured] == [name, f"{name}, growing"] * 2
-  frozen, _, last_frozen, growing = (r.tokens_per_round for r in measured)
+  assert [r.models.draft for r in measured] == [name, f"{name}, growing"] * 2
+  frozen, _, last_frozen, growing = (r.outputs.tokens_per_round for r in measured)
   assert frozen == last_frozen == 1 and growing > 2
-  assert len({r.num_tokens for r in measured}) == 1
+  assert len({r.outputs.num_tokens for r in measured}) == 1
   assert "frozen  growing" in capsys.readouterr().out
 
 

@@ -138,9 +138,10 @@ def test_missing_backends_are_named_and_the_others_are_measured(tmp_path, capsys
   ]
 
   def pair_twice(folder):
-    """The second pair is the first pair under a different name of its kernels."""
+    """The second pair is the first pair with a different name of its draft."""
     comparison = trained(folder)
-    again = tiny_pair.changed(comparison.pair, params=comparison.pair.target.params)
+    draft = dataclasses.replace(comparison.pair.draft, name="again")
+    again = comparison.pair.with_draft(draft)
     return comparison._replace(pairs=(comparison.pair, again))
 
   measure = functools.partial(compare.peers, [pair_twice], backends, str(tmp_path), repeats=2)
@@ -148,21 +149,23 @@ def test_missing_backends_are_named_and_the_others_are_measured(tmp_path, capsys
   out = capsys.readouterr().out
   assert "not installed: absent (needs no_such_package)" in out
   measured = own, other, _, own_again, other_again, _ = records.read(tmp_path / "results.jsonl")
-  assert [(r.baseline, r.identical) for r in measured] == 2 * [
+  assert [(r.settings.baseline, r.outputs.identical) for r in measured] == 2 * [
     *(("own", True), ("other", False), ("rounded", None))
   ]
-  assert [r.kernels for r in measured] == 3 * [own.kernels] + 3 * ["again"]
-  assert own.baseline_tokens_per_s != own_again.baseline_tokens_per_s
-  assert other.baseline_tokens_per_s == other_again.baseline_tokens_per_s
+  assert [r.models.draft for r in measured] == 3 * [own.models.draft] + 3 * ["again"]
+  assert own.times.baseline_tokens_per_s == own_again.times.baseline_tokens_per_s
+  assert other.times.baseline_tokens_per_s == other_again.times.baseline_tokens_per_s
   for r in measured:
-    assert (r.gamma, r.num_examples, r.acceptance) == (2, 3, "measured")
-    assert r.speedup == pytest.approx(r.speculative_tokens_per_s / r.baseline_tokens_per_s)
+    assert (r.settings.gamma, r.settings.num_examples, r.models.simulated) == (2, 3, False)
+    assert r.times.speedup == pytest.approx(
+      r.times.speculative_tokens_per_s / r.times.baseline_tokens_per_s
+    )
     # The baseline generates one token per target call.
-    assert r.baseline_pass_ms == pytest.approx(1e3 / r.baseline_tokens_per_s)
-    assert 0 < r.speedup_low <= r.speedup <= r.speedup_high
+    assert r.times.baseline_pass_ms == pytest.approx(1e3 / r.times.baseline_tokens_per_s)
+    assert 0 < r.times.speedup_low <= r.times.speedup <= r.times.speedup_high
   rows = {line.split()[0]: line.split() for line in out.splitlines() if line.strip()}
   assert rows["own"][-1] == "yes" and rows["other"][-1] == "NO"
-  assert f"{other_again.speedup:.2f}" in rows["other"]  # of the table that is printed last
+  assert f"{other_again.times.speedup:.2f}" in rows["other"]  # of the table that is printed last
 
   measure()
   assert len(loaded) == 2 and records.read(tmp_path / "results.jsonl") == [*measured]
@@ -198,7 +201,11 @@ def test_beam_search_is_compared_with_the_backends_that_support_it(comparison, t
 
   compare.peers([make_comparison], [], str(tmp_path), repeats=1)
   (record,) = records.read(tmp_path / "results.jsonl")
-  assert (record.beams, record.draft_beams, record.identical) == (2, 4, True)
+  assert (record.settings.beams, record.settings.draft_beams, record.outputs.identical) == (
+    2,
+    4,
+    True,
+  )
   assert "2 beams" in " ".join(capsys.readouterr().out.split())
 
 
@@ -237,10 +244,14 @@ def test_random_weights_are_measured_at_their_simulated_alpha(tmp_path):
   trained_only = Backend("trained", (), load_never, trained_only=True)
   compare.peers([make_comparison], [trained_only], str(tmp_path), repeats=1)
   (record,) = records.read(tmp_path / "results.jsonl")
-  assert (record.alpha, record.acceptance, record.identical) == (0.5, "simulated", None)
-  assert (record.target, record.num_tokens) == ("t5_1.1_tiny", LIMIT)
-  assert (record.dtype, record.kernels) == ("bfloat16", kernels[-1])
-  assert record.draft == "t5_1.1_tiny, 50 tokens, int8"
+  assert (record.outputs.alpha, record.models.simulated, record.outputs.identical) == (
+    0.5,
+    True,
+    None,
+  )
+  assert (record.models.target, record.outputs.num_tokens) == ("t5_1.1_tiny", LIMIT)
+  assert (record.models.dtype, record.models.kernels) == ("bfloat16", kernels[-1])
+  assert record.models.draft == "t5_1.1_tiny, 50 tokens, int8"
 
 
 def test_llama_cpp_gives_the_tokens_of_the_target(tmp_path, monkeypatch):

@@ -61,11 +61,14 @@ def test_speeds_are_measured_once_with_the_gammas_of_the_paper(tmp_path, capsys,
   (folder,) = (tmp_path / "runs" / "speeds").iterdir()
   records = read(folder / "results.jsonl")
   assert folder.name == "EnDe_T5-base"
-  assert {(r.draft, r.temperature, r.gamma) for r in records} == {
+  assert {(r.models.draft, r.settings.temperature, r.settings.gamma) for r in records} == {
     ("random", 0, 7),
     ("random", 1, 5),
   }
-  assert all(r.num_examples == 2 and r.max_new_tokens == 8 and r.speedup > 0 for r in records)
+  assert all(
+    r.settings.num_examples == 2 and r.settings.max_new_tokens == 8 and r.times.speedup > 0
+    for r in records
+  )
   run()
   assert read(folder / "results.jsonl") == records
 

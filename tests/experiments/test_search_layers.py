@@ -56,19 +56,20 @@ def test_search_resumes_and_interpolates_costs(tmp_path, monkeypatch):
     timed.append([pair.draft.name for pair in pairs])
     return layer_costs(pairs, *args)
 
-  monkeypatch.setattr(module, "compare_costs", counted)
+  monkeypatch.setattr(module, "measure_costs", counted)
   pair = deep(tiny_pair.pair, num_layers=4)
   complete = run(tmp_path, pair, max_candidates=7)
-  assert {len(record.draft.split(",")) for record in complete} == {1, 2, 3}
+  assert {len(record.models.draft.split(",")) for record in complete} == {1, 2, 3}
   assert len(complete) == 7 and timed == [["layers 0", "layers 0,1,2"]]
   for record in complete:
-    assert record.c == pytest.approx(0.02 * len(record.draft.split(",")))
+    assert record.times.c == pytest.approx(0.02 * len(record.models.draft.split(",")))
   assert run(tmp_path, pair, max_candidates=7) == complete and len(timed) == 1
   path = tmp_path / "results.jsonl"
   path.write_text("".join(path.read_text().splitlines(keepends=True)[:5]))
   resumed = run(tmp_path, pair, max_candidates=7)
   assert len(timed) == 2
-  assert [(r.draft, r.alpha) for r in resumed] == [(r.draft, r.alpha) for r in complete]
+  for one, other in zip(resumed, complete, strict=True):
+    assert one.models == other.models and one.outputs == other.outputs
 
 
 def hidden_set(layers) -> float:

@@ -1,7 +1,5 @@
 """Test that the reproduction status counts each printed number once, with a record per result."""
 
-import dataclasses
-
 import pytest
 from test_tables import RECORD
 
@@ -38,10 +36,10 @@ def test_every_printed_number_counts_once():
 
 
 def test_stand_in_matches_draft_temperature_lenience_and_filter():
-  record = dataclasses.replace(RECORD, draft="draft", alpha=0.8349)
+  record = RECORD.replace(draft="draft", alpha=0.8349)
   others = [
-    dataclasses.replace(record, temperature=1.0, top_k=40),
-    dataclasses.replace(record, lenience=0.5, alpha=0.9),
+    record.replace(temperature=1.0, top_k=40),
+    record.replace(lenience=0.5, alpha=0.9),
   ]
   claims = all_claims({"table3/results.jsonl": [record, *others], "table5/results.jsonl": others})
   argmax, sampled = select(claims, "3", "T5-XXL (EnDe), T5-small")

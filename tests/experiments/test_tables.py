@@ -1,7 +1,6 @@
 """Test that tables have our records next to the paper's rows, and that pages quote the records."""
 
 import csv
-import dataclasses
 import importlib
 import importlib.util
 import pathlib
@@ -10,6 +9,7 @@ import subprocess
 import sys
 
 import pytest
+from test_records import RECORD as SETTING
 
 from experiments.model_free_drafts.given_outputs import GIVEN_OUTPUTS_LEGEND
 from experiments.paper.paper import load_table
@@ -17,23 +17,17 @@ from experiments.paper.paper_tables import paper_table
 from experiments.peers.compare import PEERS_LEGEND
 from experiments.tables import LINES, PATHS, RECORDS, measured_table
 from experiments.throughput.throughput import gammas_table
-from specdec_jax.measure.records import Record, append
-from specdec_jax.measure.reporting.columns import COLUMNS
-from specdec_jax.measure.reporting.columns import legend as legend_of
+from specdec_jax.measure.records import append
+from specdec_jax.measure.tables import BUDGET, ROOFLINE, SPEED, Column
+from specdec_jax.measure.tables import legend as legend_of
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 
-RECORD = Record(
+RECORD = SETTING.replace(
   task="captions",
   target="big",
   draft="small",
-  temperature=0.0,
-  gamma=5,
-  batch_size=1,
-  platform="cpu",
   device_kind="x86",
-  dtype="float32",
-  seed=0,
   num_examples=24,
   alpha=0.8149,
   alpha_low=0.7851,
@@ -45,7 +39,7 @@ RECORD = Record(
   speedup=2.0634,
   total_variation=0.0,
 )
-SAMPLED = dataclasses.replace(RECORD, temperature=1.0, alpha=0.6651, speedup=1.6849)
+SAMPLED = RECORD.replace(temperature=1.0, alpha=0.6651, speedup=1.6849)
 
 
 def table_of(number, *records):
@@ -72,8 +66,8 @@ def above(table):
   return papers
 
 
-XXL = dataclasses.replace(RECORD, task="wmt14_ende", target="t5_11B", draft="t5_small")
-XXL_SAMPLED = dataclasses.replace(XXL, temperature=1.0, alpha=0.6651, speedup=1.6849)
+XXL = RECORD.replace(task="wmt14_ende", target="t5_11B", draft="t5_small")
+XXL_SAMPLED = XXL.replace(temperature=1.0, alpha=0.6651, speedup=1.6849)
 
 
 def test_table_1_has_all_printed_digits():
@@ -121,9 +115,9 @@ def test_stand_ins_follow_all_of_the_papers_rows():
     {"draft": "bigram"},
     {"temperature": 0.7},
     {"top_k": 3, "temperature": 1.0},
-    {"acceptance": "simulated"},
+    {"simulated": True},
   ):
-    table = table_of(2, dataclasses.replace(XXL, **change))
+    table = table_of(2, XXL.replace(**change))
     assert [row["source"] for row in cells(table)] == ["paper"] * 12 + ["stand-in"]
     assert any("Of the paper's 12 rows, 0 have records" in note for note in table.notes)
 
@@ -137,13 +131,13 @@ def test_stand_ins_follow_all_of_the_papers_rows():
   ],
 )
 def test_checkpoint_names_match_the_papers_models(number, change, paper_row):
-  table = table_of(number, dataclasses.replace(XXL, **change))
+  table = table_of(number, XXL.replace(**change))
   (row,) = above(table)
   assert (row["task"], row["draft"], row.get("speed", row.get("measured"))) == paper_row
 
 
 def test_table_3_has_alpha_and_its_interval():
-  bigram = dataclasses.replace(XXL_SAMPLED, draft="bigram", alpha=0.2551)
+  bigram = XXL_SAMPLED.replace(draft="bigram", alpha=0.2551)
   table = table_of(3, XXL, bigram)
   model, ngram = ours(table)
   assert (model["alpha"], model["95% interval"]) == ("0.81", "0.79-0.84")
@@ -166,7 +160,7 @@ def test_table_3_has_alpha_and_its_interval():
   ],
 )
 def test_decoder_only_models_follow_the_row_of_their_size(target, draft, top_k, paper_row):
-  record = dataclasses.replace(XXL_SAMPLED, task="lm1b", target=target, draft=draft, top_k=top_k)
+  record = XXL_SAMPLED.replace(task="lm1b", target=target, draft=draft, top_k=top_k)
   (row,) = above(table_of(3, record))
   assert paper_row == (row and (row["target"], row["draft"], row["alpha"]))
 
@@ -177,14 +171,14 @@ def test_table_4_has_expected_and_measured_speed():
   assert [row[name] for name in names] == ["0.061", "2.99", "1.95", "1.68"]
   printed = next(row for row in cells(table_of(4)) if row["temperature"] == "1")
   assert [printed[name] for name in names] == ["0.02", "2.3", "-", "2.6"]
-  (row,) = ours(table_of(4, dataclasses.replace(SAMPLED, predicted_finite_length=None)))
+  (row,) = ours(table_of(4, SAMPLED.replace(predicted_finite_length=None)))
   assert row["expected, measured costs"] == "2.15"
 
 
 def test_table_5_has_alpha_by_lenience():
-  lenient = dataclasses.replace(XXL_SAMPLED, lenience=0.3, alpha=0.8, total_variation=0.0512)
-  base = dataclasses.replace(lenient, draft="T5-base")
-  argmax = dataclasses.replace(XXL, lenience=0.1)
+  lenient = XXL_SAMPLED.replace(lenience=0.3, alpha=0.8, total_variation=0.0512)
+  base = lenient.replace(draft="T5-base")
+  argmax = XXL.replace(lenience=0.1)
   table = table_of(5, XXL_SAMPLED, lenient, base, argmax)
   assert [(row["draft"], row["lenience"], row["alpha"]) for row in above(table)] == [
     ("T5-SMALL (77M)", "1", "0.62"),
@@ -199,12 +193,12 @@ def test_table_5_has_alpha_by_lenience():
 
 
 def test_last_record_of_a_setting_is_shown():
-  again = dataclasses.replace(RECORD, speedup=1.5)
+  again = RECORD.replace(speedup=1.5)
   assert [row["speed"] for row in ours(table_of(2, RECORD, SAMPLED, again))] == ["1.50", "1.68"]
 
 
 def test_batches_and_lenience_are_omitted_from_tables_without_them():
-  others = dataclasses.replace(RECORD, batch_size=8), dataclasses.replace(RECORD, lenience=0.5)
+  others = RECORD.replace(batch_size=8), RECORD.replace(lenience=0.5)
   for number, num_shown in ((2, 1), (3, 2), (4, 1), (5, 3)):
     table = table_of(number, RECORD, *others)
     assert len(ours(table)) == num_shown
@@ -213,9 +207,9 @@ def test_batches_and_lenience_are_omitted_from_tables_without_them():
 
 
 @pytest.mark.parametrize("number", [2, 3, 4, 5])
-@pytest.mark.parametrize("other", [dict(verifier="BlockVerifier"), dict(tree=[0, 0, 1])], ids=str)
+@pytest.mark.parametrize("other", [dict(verifier="BlockVerifier"), dict(tree=(0, 0, 1))], ids=str)
 def test_other_verifiers_and_trees_are_omitted_from_the_papers_tables(number, other):
-  table = table_of(number, RECORD, dataclasses.replace(RECORD, **other))
+  table = table_of(number, RECORD, RECORD.replace(**other))
   assert len(ours(table)) == 1
   assert any(
     "1 of our records are omitted: the paper's table is about Algorithm 1" in note
@@ -224,7 +218,7 @@ def test_other_verifiers_and_trees_are_omitted_from_the_papers_tables(number, ot
 
 
 def test_simulated_acceptance_is_marked():
-  table = table_of(2, dataclasses.replace(RECORD, acceptance="simulated"), RECORD)
+  table = table_of(2, RECORD.replace(simulated=True), RECORD)
   assert [row["draft"] for row in ours(table)] == ["small (simulated)", "small"]
   assert any("alpha is a setting" in note for note in table.notes)
 
@@ -255,8 +249,8 @@ def test_script_runs_in_any_folder(tmp_path):
 
 def test_measured_table_has_columns_for_settings_that_vary():
   provenance = dict(commit="0123456789", date="2026-11-22T05:00Z", jax_version="0.10.2")
-  records = [dataclasses.replace(r, **provenance, tokens_per_round=3.25) for r in (RECORD, SAMPLED)]
-  table = measured_table([records[0], dataclasses.replace(records[1], batch_size=8)])
+  records = [r.replace(**provenance, tokens_per_round=3.25) for r in (RECORD, SAMPLED)]
+  table = measured_table([records[0], records[1].replace(batch_size=8)])
   assert table.title.startswith("captions, big, small, 24 texts, float32, ")
   first, second = cells(table)
   assert (first["batch"], second["batch"]) == ("batch 1", "batch 8")
@@ -275,12 +269,14 @@ def test_metrics_page_explains_every_heading_of_a_legend():
   names = {name.split(" (")[0] for cell in first_cells for name in [cell, *cell.split(", ")]}
   also = {heading.replace("step", part, 1) for heading in names for part in ("draft", "verify")}
   explained = names | also
-  legends = [legend_of(COLUMNS)]
+  legends = [legend_of((*SPEED, *BUDGET, *ROOFLINE))]
   for module in dict.fromkeys((*RECORDS.values(), *LINES.values(), *PATHS.values())):
     values = vars(importlib.import_module(f"experiments.{module}")).items()
     legends += [value for name, value in values if name.endswith("_LEGEND")]
+    tuples = [value for _, value in values if isinstance(value, tuple)]
+    legends += [legend_of(each) for each in tuples if each and type(each[0]) is Column]
   legends += [GIVEN_OUTPUTS_LEGEND, PEERS_LEGEND]
-  assert len(legends) == 9
+  assert len(legends) >= 15
   for heading in dict.fromkeys(heading for legend in legends for heading in legend):
     assert heading in explained, heading
 
@@ -303,9 +299,7 @@ def test_speed_without_a_draft_is_in_the_rows_of_all_drafts():
     ("b", "int8", 3, 70.0),
   ]
   measured = [
-    dataclasses.replace(
-      RECORD, draft=draft, kernels=kernels, gamma=gamma, speculative_tokens_per_s=speed
-    )
+    RECORD.replace(draft=draft, kernels=kernels, gamma=gamma, speculative_tokens_per_s=speed)
     for draft, kernels, gamma, speed in settings
   ]
   assert gammas_table(measured).rows == (

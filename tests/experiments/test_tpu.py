@@ -36,7 +36,7 @@ def main(part: str) -> None:
   from experiments.tpu_v4.examine import examine, hbm_bytes
   from specdec_jax.core.sampling import Sampling
   from specdec_jax.core.trees import DynamicTree
-  from specdec_jax.drafts.heads import speculator_config
+  from specdec_jax.drafts.heads import new_head
   from specdec_jax.models.sizes import t5_config
   from specdec_jax.theory import best_tree
 
@@ -84,7 +84,7 @@ def main(part: str) -> None:
     return reports
 
   def drafting(kind: str, gamma: int):
-    head = speculator_config(shallow_target, kind, gamma=GAMMA, emb_dim=1024, mlp_dim=4096)
+    head = new_head(shallow_target, kind, gamma=GAMMA, emb_dim=1024, mlp_dim=4096)
     settings = tpu_compile.CompileSettings(gamma=gamma)
     programs = tpu_compile.programs(shallow_target, head, devices[:1], settings)
     return examined_hbm(programs, "drafting")["drafting"]
@@ -100,8 +100,8 @@ def main(part: str) -> None:
     whole = tpu_compile.programs(shallow_target, shallow_draft, devices[:1])
     tree_settings = tpu_compile.CompileSettings(gamma=best_tree(RANKS, 64, 8))
     tree = tpu_compile.programs(shallow_target, shallow_draft, devices[:1], tree_settings)
-    head = speculator_config(
-      shallow_target, "features", gamma=3, emb_dim=512, mlp_dim=1024, num_layers=1
+    head = new_head(
+      shallow_target, "features", gamma=3, emb_dim=512, mlp_dim=1024, num_decoder_layers=1
     )
     dynamic_settings = tpu_compile.CompileSettings(
       gamma=DynamicTree(15, 3), sampling=Sampling(temperature=0.0)
@@ -338,7 +338,7 @@ def test_table_2_is_computed_from_the_compiled_costs():
 def test_table_2_file_holds_all_programs_and_gives_the_published_table():
   from experiments.paper.paper import load_table
   from experiments.tpu_v4 import table2 as tpu_table2
-  from specdec_jax.measure.reporting.formats import render
+  from specdec_jax.measure.tables import render
 
   rows = load_table(4)
   compiled = tpu_table2.compile_missing(rows, TABLE_2)  # compiles nothing

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import tiny_pair
 from test_contract import GREEDY, LIMIT
-from test_learned import module
+from test_learned import tiny_head
 from test_training import (  # noqa: F401
   CONFIG,
   batch_of,
@@ -19,21 +19,22 @@ from test_training import (  # noqa: F401
 )
 
 from experiments.methods import train_jointly as commands
-from specdec_jax.checkpoints.folder import load_model, open_folder, save_model
+from specdec_jax.checkpoints.load import load_model, open_checkpoint
+from specdec_jax.checkpoints.save import save_model
 from specdec_jax.core.sampling import row_keys
 from specdec_jax.core.trees import chain
 from specdec_jax.data.vocabularies import open_vocabulary
-from specdec_jax.drafts.heads import init_params, speculator_config
+from specdec_jax.drafts.heads import init_params, new_head
 from specdec_jax.errors import InputError
 from specdec_jax.load import load_pair
 from specdec_jax.train.batches import ParallelText
 from specdec_jax.train.objectives import model_objective
-from specdec_jax.train.speculators import joint_objective, speculator_objective
+from specdec_jax.train.speculators import speculator_objective
 from specdec_jax.train.trainer import TrainSettings, train
 
 ROOT = tiny_pair.folder
 TARGET = tiny_pair.random_params(CONFIG, 0)
-HEAD = module("heads", CONFIG)
+HEAD = tiny_head(CONFIG, "heads")
 STEPS = TrainSettings(epochs=1, tokens_per_batch=16, peak_learning_rate=0.05, warmup_steps=0)
 
 
@@ -48,7 +49,7 @@ def trained(objective, init, path, steps):
 
 def test_loss_and_gradient_are_the_sums_of_both_parts():
   weight, plain = 0.3, dataclasses.replace(CONFIG, dropout_rate=0.0)
-  joint = joint_objective(HEAD, plain, weight, 0.1, label_smoothing=0.1, stride=1)
+  joint = commands.joint_objective(HEAD, plain, weight, 0.1, label_smoothing=0.1, stride=1)
   backbone = model_objective(plain, 0.1)
   head = speculator_objective(HEAD, plain, (), stride=1)
 
@@ -95,7 +96,7 @@ def run(path, output, **changes):
     targets=["train.de"],
     valid_source="val.en",
     valid_target="val.de",
-    config=functools.partial(speculator_config, kind="heads", gamma=3),
+    head=functools.partial(new_head, kind="heads", gamma=3),
     settings=settings(),
     vocabulary=str(ROOT() / "vocabulary.model"),
     target=str(ROOT() / "target"),
@@ -127,7 +128,7 @@ def test_new_target_and_head_decode_as_the_new_target_alone(folder):
   together = pair.decode_fn(GREEDY, chain(3))(prompt, keys, max_new_tokens=LIMIT)
   np.testing.assert_array_equal(together.tokens, alone.tokens)
   fingerprint = open_vocabulary(str(vocabulary)).fingerprint()
-  assert [open_folder(name).vocabulary for name in names] == [fingerprint] * 2
+  assert [open_checkpoint(name).vocabulary for name in names] == [fingerprint] * 2
   (_, target), (config, head) = map(load_model, names)
   start = load_model(str(ROOT() / "target"))[1], init_params(config, jax.random.key(0))
   for new, old in zip(jax.tree.leaves((target, head)), jax.tree.leaves(start), strict=True):
@@ -138,7 +139,7 @@ def test_training_starts_from_the_target_and_from_a_given_head(tmp_path, monkeyp
   train_calls = []
   monkeypatch.setattr(commands, "train", lambda *args: train_calls.append(args) or args[5])
   target, params = load_model(str(ROOT() / "target"))
-  config = speculator_config(target, kind="heads", gamma=3)
+  config = new_head(target, kind="heads", gamma=3)
   save_model(str(tmp_path / "head"), config, head_params(config))
   start = dict(texts="references", start=str(tmp_path / "head"))
   run(tmp_path, "out", **start)
@@ -151,4 +152,4 @@ def test_training_starts_from_the_target_and_from_a_given_head(tmp_path, monkeyp
   same(init, {"target": params, "head": load_model(str(tmp_path / "head"))[1]})
   same(random_init["head"], init_params(config, jax.random.key(0)))
   with pytest.raises(InputError, match="does not fit"):
-    run(tmp_path, "out", **start, config=functools.partial(speculator_config, kind="eagle"))
+    run(tmp_path, "out", **start, head=functools.partial(new_head, kind="eagle"))

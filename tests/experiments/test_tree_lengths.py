@@ -17,7 +17,9 @@ from specdec_jax.measure.costs import Costs
 
 def test_acceptance_lengths_are_recorded(tmp_path, capsys, monkeypatch):
   costs = Costs(2.0, 0.2, 2.5, 0.1, 1.0, 1.0)  # test_measure.py tests measured costs
-  monkeypatch.setattr(bench_trees, "measure_costs", lambda pair, trees, *rest: [costs] * len(trees))
+  monkeypatch.setattr(
+    bench_trees, "measure_costs", lambda pairs, trees, *rest: [[costs] * len(trees)]
+  )
   settings = dict(
     texts=tiny_pair.SENTENCES[:40],
     output_dir=str(tmp_path),
@@ -35,15 +37,16 @@ def test_acceptance_lengths_are_recorded(tmp_path, capsys, monkeypatch):
   measured = records.read(tmp_path / "results.jsonl")
   stdout = capsys.readouterr().out
   page = (tmp_path / "report.html").read_text(encoding="utf-8")
-  assert [(r.temperature, r.verifier, r.kind) for r in measured] == [
+  assert [(r.settings.temperature, r.settings.verifier, r.kind) for r in measured] == [
     (0.0, "TokenVerifier", kind) for kind in ("chain", "tree", "dynamic tree")
   ]
   for r in measured:
-    assert r.gamma == 2 and 1 <= r.tokens_per_round <= 3
-    assert r.tokens_per_round_low < r.tokens_per_round < r.tokens_per_round_high
-    assert r.identical
-    speed = None if r.kind == "dynamic tree" else r.tokens_per_round / (2 * 0.1 + 1.3)
-    assert r.predicted_measured_cost == (speed and pytest.approx(speed))
+    assert r.settings.gamma == 2 and 1 <= r.outputs.tokens_per_round <= 3
+    length = r.outputs.tokens_per_round
+    assert r.outputs.tokens_per_round_low < length < r.outputs.tokens_per_round_high
+    assert r.outputs.identical
+    speed = None if r.kind == "dynamic tree" else r.outputs.tokens_per_round / (2 * 0.1 + 1.3)
+    assert r.times.predicted_measured_cost == (speed and pytest.approx(speed))
   assert lengths_table(measured).title in stdout
   assert [row[1:3] for row in lengths_table(measured).rows] == [
     (r.kind, {"chain": "3", "tree": "4", "dynamic tree": "5"}[r.kind]) for r in measured

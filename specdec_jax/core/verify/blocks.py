@@ -34,11 +34,7 @@ from specdec_jax.core.verify.tokens import follow, validated_q
 
 @dataclasses.dataclass(frozen=True)
 class BlockVerifier(Verifier):
-  """Verifier that verifies all draft tokens jointly; see the module docstring.
-
-  Attributes:
-    sampling: sampling method, which turns the target's logits into p.
-  """
+  """Verifier that verifies all draft tokens jointly; see the module docstring."""
 
   sampling: Sampling
 
@@ -55,14 +51,7 @@ class BlockVerifier(Verifier):
 def traverse(
   rng: Key[Array, " B"], tree: Tree, proposal: Proposal, p: Float[Array, "B K V"]
 ) -> Verification:
-  """Verify draft tokens so that emitted tokens have the target's distribution.
-
-  Args:
-    rng: one key per row.
-    tree: shape of the proposal.
-    proposal: draft tokens and their q.
-    p: the target's distribution after each node, by the sampling method of the output.
-  """
+  """Verify draft tokens so that emitted tokens have the target's distribution."""
   q = validated_q(tree, proposal, p)
   accept_rng, next_rng = split_rows(rng)
   u = uniform_rows(accept_rng, tree.num_nodes)
@@ -87,15 +76,15 @@ def acceptance_probs(
     nodes, a, weights = np.arange(first, last), on_visit[:, first:last], p[:, first:last]
     after_children = after_children.at[:, nodes].set(a)
     for rank in range(tree.width):
-      guesses = tree.children[nodes, rank]
-      has_child = np.flatnonzero(guesses < tree.num_guesses)
+      draft_tokens = tree.children[nodes, rank]
+      has_child = np.flatnonzero(draft_tokens < tree.num_draft_tokens)
       if not len(has_child):
         break
-      nodes, guesses = nodes[has_child], guesses[has_child]
-      a, weights, child_q = take(a, has_child), take(weights, has_child), take(q, guesses)
-      x = take(tokens, guesses)
+      nodes, draft_tokens = nodes[has_child], draft_tokens[has_child]
+      a, weights, child_q = take(a, has_child), take(weights, has_child), take(q, draft_tokens)
+      x = take(tokens, draft_tokens)
       ratio = a * gather_token(weights, x) / gather_token(child_q, x)
-      on_visit = on_visit.at[:, guesses + 1].set(jnp.minimum(1.0, ratio))
+      on_visit = on_visit.at[:, draft_tokens + 1].set(jnp.minimum(1.0, ratio))
       a, weights = after_rejection(a, weights, child_q)
       after_children = after_children.at[:, nodes].set(a)
   return on_visit, after_children
@@ -112,9 +101,9 @@ def residual_at(
   a, weights = gather_one(on_visit, end), gather_one(p, end)
   for children in tree.children.T:
     child = jnp.asarray(children)[end]
-    child_q = gather_one(q, jnp.minimum(child, tree.num_guesses - 1))
+    child_q = gather_one(q, jnp.minimum(child, tree.num_draft_tokens - 1))
     next_a, next_weights = after_rejection(a, weights, child_q)
-    has_child = child < tree.num_guesses
+    has_child = child < tree.num_draft_tokens
     a = jnp.where(has_child, next_a, a)
     weights = jnp.where(has_child[:, None], next_weights, weights)
   return weights
@@ -141,7 +130,9 @@ def post_order(tree: Tree) -> list[int]:
   """Return all nodes in post-order: children before their parent, earlier siblings first."""
 
   def visit(node: int) -> list[int]:
-    children = [guess + 1 for guess, parent in enumerate(tree.parents) if parent == node]
+    children = [
+      draft_token + 1 for draft_token, parent in enumerate(tree.parents) if parent == node
+    ]
     return [*(x for child in children for x in visit(child)), node]
 
   return visit(0)

@@ -28,11 +28,7 @@ from specdec_jax.core.verify.tokens import follow
 
 @dataclasses.dataclass(frozen=True)
 class GumbelVerifier(Verifier):
-  """Verifier that accepts draft tokens that equal the target's samples; see the module docstring.
-
-  Attributes:
-    sampling: sampling method, which turns the target's logits into p.
-  """
+  """Verifier that accepts draft tokens that equal the target's samples (module docstring)."""
 
   sampling: Sampling
   allows_short_proposals = True
@@ -46,7 +42,6 @@ class GumbelVerifier(Verifier):
     logits: Float[Array, "B K V"],
   ) -> Verification:
     """Verify a proposal with the target's logits at the nodes of its tree."""
-    batch, num_nodes, _ = logits.shape
-    depths = jnp.broadcast_to(jnp.asarray(tree.depths), (batch, num_nodes))
+    depths = jnp.broadcast_to(tree.row_depths, logits.shape[:2])
     tokens = argmax(perturbed(gather(rng, depths), logits, self.sampling))
     return follow(tree, proposal.tokens, tokens)

@@ -6,8 +6,8 @@ accepted, where each has its own u, uniform in [0, 1). The threshold rho in [1, 
 1 - (1 - beta)^K = rho beta with beta = sum_x min(q(x), p(x) / rho). If all are rejected, the next
 token is sampled from p(x) - min(q(x), p(x) / rho) (1 - (1 - beta)^K) / beta, normalized.
 
-The method is exact for siblings that are sampled independently (`Draft.with_independent_siblings`)
-and for chains, where it is Algorithm 1. It is not exact for siblings sampled without replacement.
+The method is exact for siblings that are sampled independently (`Draft.independent_siblings`) and
+for chains, where it is Algorithm 1. It is not exact for siblings sampled without replacement.
 """
 
 import dataclasses
@@ -26,11 +26,7 @@ from specdec_jax.core.verify.tokens import accepted_path, validated_q
 
 @dataclasses.dataclass(frozen=True)
 class KSeqVerifier(Verifier):
-  """Verifier that uses one threshold for all children of a node; see the module docstring.
-
-  Attributes:
-    sampling: sampling method, which turns the target's logits into p.
-  """
+  """Verifier that uses one threshold for all children of a node; see the module docstring."""
 
   sampling: Sampling
   needs_independent_siblings = True
@@ -42,18 +38,18 @@ class KSeqVerifier(Verifier):
     tree, p = require_static("K-SEQ", tree), distribution(logits, self.sampling)
     q = validated_q(tree, proposal, p)
     accept_rng, next_rng = split_rows(rng)
-    u = uniform_rows(accept_rng, tree.num_guesses)
-    q_x, p_x = guess_probs(tree, proposal.tokens, q, p)
+    u = uniform_rows(accept_rng, tree.num_draft_tokens)
+    q_x, p_x = draft_token_probs(tree, proposal.tokens, q, p)
     num_accepted, end, path = accepted_path(tree, u * q_x < p_x)
     return Verification(num_accepted, sample(next_rng, residual_at(tree, q, p, end)), path)
 
 
-def guess_probs(
+def draft_token_probs(
   tree: Tree, tokens: Int[Array, "B N"], q: Float[Array, "B N V"], p: Float[Array, "B K V"]
 ) -> tuple[Float[Array, "B N"], Float[Array, "B N"]]:
   """Return rho q(x) and p(x) of each draft token x, where rho is the threshold of its siblings."""
   parents = np.array(tree.parents)
-  counts = np.array([tree.parents.count(parent) for parent in parents], np.float32)
+  counts = tree.num_children[parents].astype(np.float32)
   parent_p = take(p, parents)
   rho = threshold(q, parent_p, counts)
   return rho * gather_token(q, tokens), gather_token(parent_p, tokens)
@@ -83,9 +79,9 @@ def residual_at(
   tree: Tree, q: Float[Array, "B N V"], p: Float[Array, "B K V"], end: Int[Array, " B"]
 ) -> Float[Array, "B V"]:
   """Return weights of the next token after the node `end`, whose children were all rejected."""
-  count = jnp.asarray([tree.parents.count(node) for node in range(tree.num_nodes)])[end]
+  count = jnp.asarray(tree.num_children, jnp.int32)[end]
   child = jnp.asarray(tree.children[:, 0])[end]
-  child_q = gather(q, jnp.minimum(child, tree.num_guesses - 1)[:, None])  # [B, 1, V]
+  child_q = gather(q, jnp.minimum(child, tree.num_draft_tokens - 1)[:, None])  # [B, 1, V]
   target = gather(p, end[:, None])
   q_or_0 = jnp.where((count > 0)[:, None, None], child_q, 0.0)
   rho = threshold(child_q, target, jnp.maximum(count, 1)[:, None])

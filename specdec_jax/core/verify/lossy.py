@@ -70,12 +70,8 @@ class TypicalVerifier(AcceptableTokens):
   the most probable token.
 
   Attributes:
-    sampling: sampling method, which turns the target's logits into p.
     epsilon: upper bound of the threshold.
     delta: factor of exp(-H). For n equally probable tokens, exp(-H) is 1/n.
-
-  Raises:
-    InputError: epsilon or delta is not a positive finite number.
   """
 
   sampling: Sampling
@@ -101,12 +97,8 @@ class TopBetaVerifier(AcceptableTokens):
   log-probability is within `tau` of that of the most probable token.
 
   Attributes:
-    sampling: sampling method, which turns the target's logits into p.
     beta: maximum number of acceptable tokens, except for ties.
     tau: maximum difference of log-probabilities, in nats.
-
-  Raises:
-    InputError: beta is not a positive integer, or tau is negative or not finite.
   """
 
   sampling: Sampling

@@ -1,18 +1,14 @@
 """Token verification in which equal tokens of several drafts are merged. Exact.
 
-Several drafts in one tree (`drafts.forest`) may propose the same token after the same text, with
-different continuations. SpecInfer (Miao et al., 2024) merges such nodes in a prefix
-tree. Above temperature 0, `core.verify.tokens` keeps them apart, and follows only the continuation
-of the node that it accepts.
+Several drafts in one tree (`drafts.several`) may propose the same token after the same text, with
+different continuations. SpecInfer (Miao et al., 2024) merges such nodes in a prefix tree. Above
+temperature 0, `core.verify.tokens` follows only the continuation of the node that it accepts.
 
 Here, the nodes after the text so far are verified in order, each with its own q, as in
 `core.verify.tokens`. If one of them is accepted, the text continues at all nodes with its token,
 also those that were rejected before or were not verified. This is exact: each node is verified
 against the residual of the ones before it, and the continuations were sampled independently of the
 outcome. It would not be exact to leave out a node because an earlier one has its token.
-
-At temperature 0 this gives the texts of the merged tree: a draft token is on the path if any draft
-proposed the target's tokens up to it.
 """
 
 import dataclasses
@@ -31,11 +27,7 @@ from specdec_jax.core.verify.tokens import normalised, residual, validated_q
 
 @dataclasses.dataclass(frozen=True)
 class MergingVerifier(Verifier):
-  """Verifier for trees of several drafts; see the module docstring.
-
-  Attributes:
-    sampling: sampling method, which turns the target's logits into p.
-  """
+  """Verifier for trees of several drafts; see the module docstring."""
 
   sampling: Sampling
 
@@ -47,7 +39,7 @@ class MergingVerifier(Verifier):
     p = distribution(logits, self.sampling)
     q = validated_q(tree, proposal, p)
     accept_rng, next_rng = split_rows(rng)
-    u = uniform_rows(accept_rng, tree.num_guesses)
+    u = uniform_rows(accept_rng, tree.num_draft_tokens)
     found = follow(tree, proposal.tokens, q, p, u)
     num_accepted = jnp.asarray(tree.depths)[found.end]
     return Verification(num_accepted, sample(next_rng, found.weights), path_to(tree, found.end))
@@ -56,11 +48,7 @@ class MergingVerifier(Verifier):
 class Path(NamedTuple):
   """Path of accepted draft tokens.
 
-  Attributes:
-    end: node at which the path ends.
-    weights: weights of the token that follows.
-    is_tried: whether each draft token was verified.
-    r_x: residual probability of each draft token when it was verified.
+  `is_tried` says which draft tokens were verified, and `r_x` has their residual probabilities then.
   """
 
   end: Int[Array, " B"]
@@ -78,12 +66,7 @@ def follow(
 ) -> Path:
   """Follow the accepted draft tokens from the last committed token on.
 
-  Args:
-    tree: shape of the proposal.
-    tokens: draft tokens.
-    q: distribution of each draft token.
-    p: the target's distribution after each node.
-    u: uniform number of each draft token; the token is accepted if u q(x) < r(x).
+  A draft token x is accepted if u q(x) < r(x) for its uniform number u.
   """
   batch = len(tokens)
   q_x = gather_token(q, tokens)
@@ -93,15 +76,15 @@ def follow(
   for first, last in tree.levels:
     has_accepted, token = jnp.zeros(batch, bool), jnp.full(batch, -1)
     follows = on_path[:, list(tree.parents[first - 1 : last - 1])]
-    for i, guess in enumerate(range(first - 1, last - 1)):
-      x = tokens[:, guess]
+    for i, draft_token in enumerate(range(first - 1, last - 1)):
+      x = tokens[:, draft_token]
       tries = follows[:, i] & ~has_accepted & (x >= 0)  # -1 was not proposed
       r = gather_token(weights, x)
-      accepts = tries & (u[:, guess] * q_x[:, guess] < r)
-      is_tried, r_x = is_tried.at[:, guess].set(tries), r_x.at[:, guess].set(r)
-      rejected = normalised(residual(weights, q[:, guess]))
+      accepts = tries & (u[:, draft_token] * q_x[:, draft_token] < r)
+      is_tried, r_x = is_tried.at[:, draft_token].set(tries), r_x.at[:, draft_token].set(r)
+      rejected = normalised(residual(weights, q[:, draft_token]))
       weights = jnp.where((tries & ~accepts)[:, None], rejected, weights)
-      end = jnp.where(accepts, guess + 1, end)
+      end = jnp.where(accepts, draft_token + 1, end)
       token = jnp.where(accepts, x, token)
       has_accepted |= accepts
     same = follows & (tokens[:, first - 1 : last - 1] == token[:, None]) & has_accepted[:, None]

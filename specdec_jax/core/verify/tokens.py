@@ -33,11 +33,7 @@ class TokenVerifier(Verifier):
   """Verifier that verifies each draft token separately; see the module docstring.
 
   Attributes:
-    sampling: sampling method, which turns the target's logits into p.
     lenience: lenience l in (0, 1]; 1 is exact.
-
-  Raises:
-    InputError: lenience is outside (0, 1].
   """
 
   sampling: Sampling
@@ -59,11 +55,7 @@ class TokenVerifier(Verifier):
   def verify(
     self, rng: Key[Array, " B"], tree: AnyTree, proposal: Proposal, logits: Float[Array, "B K V"]
   ) -> Verification:
-    """Verify a proposal with the target's logits at the nodes of its tree.
-
-    Raises:
-      InputError: lenience is below 1 and the tree is dynamic.
-    """
+    """Verify a proposal with the target's logits at the nodes of its tree."""
     if self.sampling.is_argmax and self.lenience == 1:
       return follow(tree, proposal.tokens, argmax(logits))
     p, always_accepted = distribution(logits, self.sampling), None
@@ -89,9 +81,6 @@ def verify(
   """Verify draft tokens; without lenience, emitted tokens have the target's distribution.
 
   Args:
-    rng: one key per row.
-    tree: shape of the proposal.
-    proposal: draft tokens and their q.
     p: the target's distribution after each node, by the sampling method of the output.
     lenience: lenience l in (0, 1]; 1 is exact.
     always_accepted: mask of draft tokens that are accepted regardless of p.
@@ -100,8 +89,8 @@ def verify(
   accept_rng, next_rng = split_rows(rng)
   # Accept with probability min(1, r / (l q)). The comparison is strict and nothing is divided:
   # since u < 1, a token with r >= q is always accepted, and a token with r = 0 never is.
-  u = uniform_rows(accept_rng, tree.num_guesses)
-  q_x, r_x = guess_probs(tree, proposal.tokens, q, p, lenience)
+  u = uniform_rows(accept_rng, tree.num_draft_tokens)
+  q_x, r_x = draft_token_probs(tree, proposal.tokens, q, p, lenience)
   accepted = u * lenience * q_x < r_x
   if always_accepted is not None:
     accepted |= always_accepted
@@ -111,45 +100,41 @@ def verify(
   return Verification(num_accepted, next_token, path)
 
 
-def follow(tree: AnyTree, guesses: Int[Array, "B N"], tokens: Int[Array, "B K"]) -> Verification:
+def follow(
+  tree: AnyTree, draft_tokens: Int[Array, "B N"], tokens: Int[Array, "B K"]
+) -> Verification:
   """Accept the draft tokens that equal the target's tokens, sampled from p at each node.
 
   This is exact for draft tokens that were all selected deterministically, and at temperature 0. The
   result then has the same distribution as that of `verify`. Of equal siblings, any continues.
   """
-  num_nodes = tokens.shape[1]
-  parents = jnp.broadcast_to(jnp.asarray(tree.parents, jnp.int32), guesses.shape)
-  depths = jnp.broadcast_to(jnp.asarray(tree.depths), tokens.shape)
-  accepted = arrays.gather(tokens, parents) == guesses
-  ancestors = jnp.reshape(tree.ancestors, (-1, num_nodes, num_nodes))[:, 1:, 1:]
-  reached = (accepted[:, None] | ~ancestors).all(axis=-1)
+  parents = jnp.broadcast_to(jnp.asarray(tree.parents, jnp.int32), draft_tokens.shape)
+  depths = jnp.broadcast_to(tree.row_depths, tokens.shape)
+  accepted = arrays.gather(tokens, parents) == draft_tokens
+  reached = (accepted[:, None] | ~tree.row_ancestors[:, 1:, 1:]).all(axis=-1)
   reached = jnp.pad(reached, ((0, 0), (1, 0)), constant_values=True)
   end = jnp.where(reached, depths, -1).argmax(axis=1)  # the first of the deepest reached nodes
   return Verification(gather_one(depths, end), gather_one(tokens, end), path_to(tree, end))
 
 
 def validated_q(tree: Tree, proposal: Proposal, p: Float[Array, "B K V"]) -> Float[Array, "B N V"]:
-  """Return the distributions q of a proposal; if it has none, return one-hots of its tokens.
-
-  Raises:
-    InputError: the shapes of tree, proposal and p do not agree.
-  """
+  """Return the distributions q of a proposal; if it has none, return one-hots of its tokens."""
   batch, _, vocab_size = p.shape
-  tokens, num_guesses = proposal.tokens, tree.num_guesses
+  tokens, num_draft_tokens = proposal.tokens, tree.num_draft_tokens
   q = jax.nn.one_hot(tokens, vocab_size) if proposal.q is None else proposal.q
   if (tokens.shape, q.shape, p.shape[1]) != (
-    (batch, num_guesses),
-    (batch, num_guesses, vocab_size),
+    (batch, num_draft_tokens),
+    (batch, num_draft_tokens, vocab_size),
     tree.num_nodes,
   ):
     raise InputError(
-      f"A tree of N = {num_guesses} guesses goes with tokens [B, N], q [B, N, V] and p "
+      f"A tree of N = {num_draft_tokens} draft tokens goes with tokens [B, N], q [B, N, V] and p "
       f"[B, N + 1, V]; given {tokens.shape}, {q.shape} and {p.shape}."
     )
   return q
 
 
-def guess_probs(
+def draft_token_probs(
   tree: Tree,
   tokens: Int[Array, "B N"],
   q: Float[Array, "B N V"],
@@ -163,17 +148,17 @@ def guess_probs(
   q_x, r_x = [], []
   order: list[np.ndarray] = []
   for rank in range(tree.width):
-    guesses = np.flatnonzero(tree.ranks == rank)
+    draft_tokens = np.flatnonzero(tree.ranks == rank)
     if rank == 0:
-      r = take(p, np.array(tree.parents)[guesses])
+      r = take(p, np.array(tree.parents)[draft_tokens])
     else:
       # Siblings are adjacent: those before the current ones, among the siblings of the last rank.
-      has_next = np.flatnonzero(np.isin(order[-1], guesses - 1))
-      r = normalised(residual(take(r, has_next), take(q, guesses - 1), lenience))
-    x = take(tokens, guesses)
-    q_x.append(gather_token(take(q, guesses), x))
+      has_next = np.flatnonzero(np.isin(order[-1], draft_tokens - 1))
+      r = normalised(residual(take(r, has_next), take(q, draft_tokens - 1), lenience))
+    x = take(tokens, draft_tokens)
+    q_x.append(gather_token(take(q, draft_tokens), x))
     r_x.append(gather_token(r, x))
-    order.append(guesses)
+    order.append(draft_tokens)
   if not order:
     return q[..., 0], q[..., 0]  # no draft tokens: [B, 0]
   by_node = np.argsort(np.concatenate(order))
@@ -195,8 +180,8 @@ def residual_at(
   weights = gather_one(p, end)
   for rank, children in enumerate(tree.children.T):
     child = end if tree.is_chain else jnp.asarray(children)[end]
-    child_q = gather_one(q, jnp.minimum(child, tree.num_guesses - 1))
-    child_q = jnp.where((child < tree.num_guesses)[:, None], child_q, 0.0)
+    child_q = gather_one(q, jnp.minimum(child, tree.num_draft_tokens - 1))
+    child_q = jnp.where((child < tree.num_draft_tokens)[:, None], child_q, 0.0)
     weights = residual(weights if rank == 0 else normalised(weights), child_q, lenience)
   return weights
 
@@ -245,10 +230,10 @@ def residual(
 
 
 def within_lenience(
-  logits: Float[Array, "*#batch V"], guesses: Int[Array, "*#batch"], lenience: float
+  logits: Float[Array, "*#batch V"], draft_tokens: Int[Array, "*#batch"], lenience: float
 ) -> Bool[Array, "..."]:
   """Return whether p(x) >= l max p for each draft token x: argmax with lenience (Appendix A.5).
 
   p is the softmax of the logits, and l in (0, 1] is the lenience.
   """
-  return gather_token(logits, guesses) >= logits.max(axis=-1) + jnp.log(lenience)
+  return gather_token(logits, draft_tokens) >= logits.max(axis=-1) + jnp.log(lenience)

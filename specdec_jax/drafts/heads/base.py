@@ -1,11 +1,10 @@
-"""Contract and configuration of learned draft heads: small modules trained for one target.
+"""Contract of learned draft heads: small modules trained for one target, which is usually frozen.
 
-Most heads reuse results of the target, such as its hidden states or the encoded source. A head is
-trained for one target, usually with the target frozen, and drafts only for that target. A new kind
+Most heads reuse results of the target, such as its hidden states or the encoded source. A new kind
 of head needs one file here with a subclass of `DraftHead`, and one entry in `drafts.heads.HEADS`.
 
-Axis letters are those of `core.types`, and A is the number of anchors per text. Anchors are the
-positions of a training text from which the head drafts.
+Axis letters are those of `core.types`. A is the number of anchors per text: the positions of a
+training text from which the head drafts.
 """
 
 import abc
@@ -21,8 +20,9 @@ from jaxtyping import Bool, Float, Int, Key, Shaped
 
 from specdec_jax.core.sampling import Sampling
 from specdec_jax.core.trees import AnyTree, Tree, require_static
-from specdec_jax.core.types import Context, Draft
-from specdec_jax.errors import InputError, require_count
+from specdec_jax.core.types import Context, Draft, DraftOptions
+from specdec_jax.drafts.layer_skip import require_layers
+from specdec_jax.errors import InputError
 from specdec_jax.models.config import T5Config, TransformerConfig
 from specdec_jax.models.decoder import KeysValues
 from specdec_jax.models.families import Config
@@ -32,60 +32,15 @@ from specdec_jax.models.simulated import unwrapped_cache
 Source = tuple[KeysValues, Array] | tuple[None, None]
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class SpeculatorConfig(TransformerConfig):
-  """Configuration of a learned draft head.
-
-  `emb_dim` is the width of the draft head itself. Its attention heads are of the same size as the
-  target's. There are as many as in the target; heads of kind 'drafter' may have another number.
-
-  Attributes:
-    kind: name of the head in `drafts.heads.HEADS`.
-    state_dim: width of the target's hidden states, E.
-    gamma: number of consecutive draft tokens that heads of kind 'heads', 'eagle', 'parallel',
-      'pass' and 'drafter' are trained for. Of these, all but 'eagle' propose at most this many;
-      heads of other kinds may propose more. In heads of kind 'conditioned', it is
-      `ConditionedT5.offsets`.
-    rank: rank of the correction of the logits in heads of kind 'parallel'.
-    exit_layers: number of decoder layers of the target before a head of kind 'early_exit'.
-    layers: numbers of decoder layers of the target, in ascending order. A head of kind 'early_exit'
-      follows these layers; None for the first `exit_layers`. Heads of kind 'conditioned',
-      'features' and 'eagle_text' read the outputs of these layers as the target's hidden states,
-      one after the other (EAGLE-3; Li et al., 2025); None for the state after the final norm.
-    num_encoder_layers: number of encoder layers of a head of kind 'drafter'.
-    has_encoder: whether the target has an encoder.
-  """
-
-  embedding_std: ClassVar[float] = 1.0
-  logits_divisor: ClassVar[float] = 1.0
-
-  kind: str
-  state_dim: int
-  gamma: int
-  rank: int = 64
-  exit_layers: int = 1
-  layers: tuple[int, ...] | None = None
-  num_encoder_layers: int = 1
-  has_encoder: bool = True
-
-  def __post_init__(self):
-    super().__post_init__()
-    for name in ("state_dim", "gamma", "rank", "exit_layers", "num_encoder_layers"):
-      require_count(name, getattr(self, name))
-    if self.layers is not None:  # JSON has lists only
-      object.__setattr__(self, "layers", tuple(self.layers))
-
-
 class TargetOutputs(NamedTuple):
   """Outputs of the teacher-forced target for a batch of texts.
 
   Attributes:
-    inputs: input tokens: for each token of the text, the token before it.
+    inputs: for each token of the text, the token before it.
     hidden: hidden state from which the target predicted each input; 0 for the first input.
     cache: cache of the target. It holds the source or the prompt, and all inputs. Its `length` does
       not count the inputs.
     rng: key for the random choices of training, such as the anchors; None for fixed anchors.
-    source: source tokens and padding.
     targets: tokens of the text, padded with -1.
     progress: fraction of all training steps that are completed.
   """
@@ -104,106 +59,109 @@ class TargetOutputs(NamedTuple):
 DraftLogits = Callable[[Any, Any, TargetOutputs], tuple[Array, Array]]
 
 
-@dataclasses.dataclass(frozen=True)
-class DraftHead(abc.ABC):
-  """Learned draft head of one kind: its parameters, its draft and its training logits.
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DraftHead(TransformerConfig, abc.ABC):
+  """Learned draft head: its sizes, and how it is initialized, trained and used as a draft.
+
+  Each kind of head is a subclass with fields for its own settings. The sizes of `TransformerConfig`
+  are those of the head's own layers, if it has any; attention heads are of the target's size.
 
   Attributes:
-    config: configuration of the head.
-    needs_encoder: whether the head works only with a target that has an encoder.
-    uses_cross_attention: whether the head attends to the source through the target's
-      cross-attention keys and values, if the target has an encoder.
+    state_dim: width of the target's hidden states, E.
+    uses_cross_attention: whether the head attends to the target's cross-attention keys and values.
   """
 
-  config: SpeculatorConfig
+  embedding_std: ClassVar[float] = 1.0
+  logits_divisor: ClassVar[float] = 1.0
   needs_encoder: ClassVar[bool] = False
   uses_cross_attention: ClassVar[bool] = False
 
+  kind: str
+  state_dim: int
+  has_encoder: bool = True
+  emb_dim: int = 160
+  mlp_dim: int = 512
+  num_decoder_layers: int = 2
+
   @property
   def feature_layers(self) -> tuple[int, ...]:
-    """Decoder layers of the target whose outputs the head reads as hidden states; see `Decoder`."""
+    """Layers of the target whose outputs the head reads; () for those after the final norm."""
     return ()
+
+  @property
+  def training_slots(self) -> int:
+    """Number of slots that training needs in the target's cache after a text."""
+    return 0
+
+  @property
+  def t5(self) -> T5Config:
+    """Configuration of a T5 whose decoder is the head."""
+    names = {field.name for field in dataclasses.fields(T5Config)} & vars(self).keys()
+    return T5Config(**{"num_encoder_layers": 1} | {name: getattr(self, name) for name in names})
 
   @abc.abstractmethod
   def init(self, rng: Key[Array, ""]) -> Any:
     """Return random parameters of the head (float32)."""
 
   @abc.abstractmethod
-  def draft(self, target: Config, sampling: Sampling, tree: AnyTree) -> Draft:
-    """Return the draft that proposes with this head for a target.
-
-    Raises:
-      InputError: the head cannot propose `tree`.
-    """
+  def draft(
+    self, target: Config, sampling: Sampling, tree: AnyTree, options: DraftOptions
+  ) -> Draft:
+    """Return the draft that proposes with this head; InputError if it cannot propose `tree`."""
 
   def draft_params(self, target: Config, params: Any, target_params: Any) -> Any:
-    """Return the parameters of the draft; by default, they are the parameters of the head."""
+    """Return the parameters of the draft; by default those of the head."""
     return params
 
   @abc.abstractmethod
   def training_logits(self, target: Config, stride: int) -> DraftLogits:
     """Return the function that computes teacher-forced logits for the training loss.
 
-    Args:
-      target: configuration of the target.
-      stride: distance between anchors, in tokens.
+    `stride` is the distance between anchors in tokens; heads with an anchor per token ignore it.
     """
 
   def feature_loss(
     self, params: Any, outputs: TargetOutputs, is_token: Bool[Array, "B T"]
   ) -> Float[Array, ""] | float:
-    """Return the loss of hidden states that the head predicts; by default there are none.
-
-    It is added to the divergence between the distributions. `is_token` is False at padding.
-    """
+    """Return the loss of predicted hidden states, added to the divergence; 0 by default."""
     return 0.0
 
   def require_target(self, target: TransformerConfig) -> None:
-    """Raise InputError if the target lacks the encoder, the shape or layers that the head needs."""
-    config = self.config
+    """Raise InputError if the target lacks the encoder, shape or layers that the head needs."""
     if self.needs_encoder and not target.has_encoder:
       raise InputError(
-        f"A draft of kind {config.kind!r} needs a source, and this target has no encoder."
+        f"A draft of kind {self.kind!r} needs a source, and this target has no encoder."
       )
-    expected: tuple[Any, ...] = config.has_encoder, config.state_dim
+    expected: tuple[Any, ...] = self.has_encoder, self.state_dim
     width = target.emb_dim * max(1, len(self.feature_layers))
     actual: tuple[Any, ...] = target.has_encoder, width
-    if self.uses_cross_attention and config.has_encoder:
-      expected += config.kv_heads, config.head_dim
+    if self.uses_cross_attention and self.has_encoder:
+      expected += self.kv_heads, self.head_dim
       actual += target.kv_heads, target.head_dim
     if expected != actual:
       raise InputError(
         f"The draft is for a target with (encoder, width of states, heads) {expected}, this one "
         f"has {actual}; use the target that it was trained on."
       )
+    if self.feature_layers:
+      require_layers(self.feature_layers, target.num_decoder_layers)
 
   def require_static(self, tree: AnyTree) -> Tree:
     """Return `tree`, or raise InputError if it is dynamic."""
-    return require_static(f"a draft of kind {self.config.kind!r}", tree)
+    return require_static(f"a draft of kind {self.kind!r}", tree)
 
   def example_source(self) -> tuple[KeysValues, Array]:
-    """Return zeros as keys, values and bias of one source token, to initialize parameters with."""
-    keys = jnp.zeros((1, self.config.kv_heads, 1, self.config.head_dim))
+    """Return zeros as keys, values and bias of one source token."""
+    keys = jnp.zeros((1, self.kv_heads, 1, self.head_dim))
     return (keys, keys), jnp.zeros((1, 1, 1, 1))
 
 
-def require_depth(config: SpeculatorConfig, depth: int) -> None:
-  """Raise InputError if a head has been trained for fewer consecutive draft tokens than `depth`."""
-  if depth > config.gamma:
+def require_depth(gamma: int, depth: int) -> None:
+  """Raise InputError if `depth` exceeds the number of consecutive draft tokens of a head."""
+  if depth > gamma:
     raise InputError(
-      f"gamma is {depth}, but this draft makes up to {config.gamma} guesses in a row; lower gamma."
+      f"gamma is {depth}, but this draft makes up to {gamma} draft tokens in a row; lower gamma."
     )
-
-
-def decoder_config(config: SpeculatorConfig) -> T5Config:
-  """Return the configuration of a T5 whose decoder is the draft head.
-
-  Only heads of kind 'drafter' also use its encoder.
-  """
-  shared = {
-    field.name: getattr(config, field.name) for field in dataclasses.fields(TransformerConfig)
-  }
-  return T5Config(**shared, num_encoder_layers=config.num_encoder_layers)
 
 
 def target_cache(context: Context) -> Any:
@@ -222,10 +180,10 @@ def gather_positions(
 def round_positions(
   inputs: Int[Array, "B T"], rng: Key[Array, ""] | None, stride: int, gamma: int
 ) -> Int[Array, "B A N"]:
-  """Return the positions of gamma draft tokens after each anchor, starting with that of the anchor.
+  """Return the positions of gamma draft tokens after each anchor, starting with the anchor's own.
 
-  Every `stride`-th token is an anchor. The first anchor is a random one of the first `stride`
-  tokens; if `rng` is None, it is the first token.
+  Every `stride`-th token is an anchor. The first is a random one of the first `stride` tokens; if
+  `rng` is None, it is the first token.
   """
   batch, length = inputs.shape
   offset = 0 if rng is None else jax.random.randint(rng, (), 0, stride)

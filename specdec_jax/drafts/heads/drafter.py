@@ -1,20 +1,18 @@
 """Non-autoregressive draft with its own encoder (Spec-Drafter; Xia et al., 2023).
 
 The head is a small T5. In each round, one pass of its decoder covers the tokens that the last round
-committed, and then gamma placeholders, one for each position after the text. A placeholder is a
-learned embedding, and its logits are those of the token at its position. The placeholders attend to
-the committed text, to the source and to each other, in both directions. Given the text, the draft
-tokens are independent of each other. Committed tokens attend only to earlier tokens, so their keys
-and values are cached.
+committed, and then gamma placeholders: learned embeddings, one for each position after the text,
+whose logits are those of the token at that position. The placeholders attend to the committed text,
+to the source and to each other, in both directions. Given the text, the draft tokens are
+independent of each other. Committed tokens attend only to earlier tokens, so their keys and values
+are cached.
 
-Training uses glancing targets (GLAT; Qian et al., 2021). The head first predicts the tokens of all
-placeholders. Then the embeddings of some target tokens are added to their placeholders, and the
-head learns to predict the tokens of the other placeholders. More target tokens are shown where the
-first prediction has more errors.
+Training uses glancing targets (GLAT; Qian et al., 2021). After a first prediction, the embeddings
+of some target tokens, more if there are more errors, are added to their placeholders, and the head
+learns to predict the tokens of the other placeholders.
 
 Axis letters are those of `core.types`, except that T counts target tokens in training and N counts
-placeholders per anchor (gamma). A is the number of anchors per text, and d is the width of the
-head.
+placeholders per anchor (gamma). A is the number of anchors per text, and d the width of the head.
 """
 
 import dataclasses
@@ -27,17 +25,14 @@ from jax import Array
 from jaxtyping import Bool, Float, Int, Key
 
 from specdec_jax.core.arrays import gather
-from specdec_jax.core.processors import Processors
 from specdec_jax.core.sampling import Sampling
 from specdec_jax.core.trees import AnyTree, NodePlacement
-from specdec_jax.core.types import Context, Proposal
+from specdec_jax.core.types import Context, DraftOptions, Proposal
 from specdec_jax.drafts.heads.base import (
   DraftHead,
   DraftLogits,
   TargetOutputs,
-  decoder_config,
   gather_positions,
-  require_depth,
   round_positions,
 )
 from specdec_jax.drafts.heads.stateless import LevelwiseDraft
@@ -55,12 +50,7 @@ class PlaceholdersLayout:
   """Layout of a block that holds tokens of the text, and then the placeholders of some rounds.
 
   A token attends to the tokens up to itself. A placeholder attends to the tokens up to the anchor
-  of its round, and to all placeholders of its round.
-
-  Attributes:
-    num_tokens: number of tokens in the block.
-    anchors: position of the last committed token of each round.
-    gamma: number of placeholders per round.
+  of its round, the last committed token, and to all placeholders of its round.
   """
 
   num_tokens: int
@@ -89,11 +79,7 @@ class PlaceholdersLayout:
 
 
 class DrafterT5(T5):
-  """T5 whose decoder predicts the tokens of gamma placeholders after the text.
-
-  Attributes:
-    gamma: number of placeholders per round.
-  """
+  """T5 whose decoder predicts the tokens of gamma placeholders after the text."""
 
   gamma: int = 1
 
@@ -109,13 +95,9 @@ class DrafterT5(T5):
     anchors: Int[Array, "B A"],
     shown: Int[Array, "B A N"] | None = None,
   ) -> Float[Array, "B A N V"]:
-    """Return the logits of the placeholders of rounds that start at the anchors.
+    """Return the logits of the placeholders of rounds whose last committed tokens are at `anchors`.
 
-    Args:
-      source: source tokens.
-      inputs: tokens of the text.
-      anchors: position of the last committed token of each round.
-      shown: token whose embedding is added to each placeholder; -1 for none.
+    `shown` are tokens whose embeddings are added to the placeholders; -1 for none.
     """
     cross, cross_bias = self.encode(source)
     empty = T5Cache(jnp.zeros(len(inputs), jnp.int32), (), cross, cross_bias)
@@ -127,12 +109,7 @@ class DrafterT5(T5):
   ) -> tuple[Float[Array, "B D V"], T5Cache]:
     """Return the logits of the next `depth` tokens, and the cache with the given tokens.
 
-    Args:
-      cache: cache of the head.
-      tokens: tokens from position `cache.length` on, which include the last committed one. Those
-        past the end of the text are ignored.
-      length: number of committed tokens.
-      depth: number of placeholders whose logits are returned.
+    `tokens` start at position `cache.length`; those from position `length` on are ignored.
     """
     hidden, layers = self._run(cache, tokens, length[:, None] - 1)
     return self.logits(hidden[:, :depth]), cache.replace(layers=layers)
@@ -171,39 +148,17 @@ class DrafterDraft(LevelwiseDraft):
   All nodes of one depth of the tree have the logits of the same placeholder. The pass covers all
   placeholders that the head was trained with, because they attend to each other. The parameters are
   those of the head, and the state is its cache.
-
-  Attributes:
-    head: the head.
-    sampling, tree, width, processors: see `LevelwiseDraft`.
-    reread: number of committed tokens in the pass; at least the number of tokens that a round may
-      commit.
-
-  Raises:
-    InputError: the tree is deeper than the head can propose, or a dynamic tree has more draft
-      tokens than there are candidates.
   """
 
-  head: "DrafterHead"
-  sampling: Sampling
-  tree: AnyTree
-  width: int
-  reread: int
-  processors: Processors = ()
-
-  def __post_init__(self):
-    require_depth(self.head.config, self.tree.depth)
-    super().__post_init__()
-
-  def with_reread(self, num_tokens: int) -> "DrafterDraft":
-    return dataclasses.replace(self, reread=max(self.reread, num_tokens))
-
-  def with_processors(self, processors: Processors) -> "DrafterDraft":
-    return dataclasses.replace(self, processors=processors)
+  @property
+  def reread(self) -> int:
+    """Number of committed tokens in the pass, which covers those that a round may commit."""
+    return max(self.options.reread, self.tree.depth + 1)
 
   def init(self, params: Any, context: Context, hidden: Float[Array, "B C E"]) -> T5Cache:
     # The slots in `context` suffice for the proposed tree; there may be more placeholders.
-    num_slots = context.tokens.shape[1] + self.head.config.gamma
-    return T5Model(self.head.module.config).prefill(params, context.prompt, num_slots)[1]
+    num_slots = context.tokens.shape[1] + self.head.gamma
+    return T5Model(self.head.t5).prefill(params, context.prompt, num_slots)[1]
 
   def propose(
     self, params: Any, state: T5Cache, context: Context, rng: Key[Array, " B"]
@@ -228,45 +183,47 @@ class DrafterDraft(LevelwiseDraft):
     return self.propose_levels(step, jnp.zeros((len(tokens), 1, 0)), context, rng), state
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class DrafterHead(DraftHead):
-  """Learned draft head of Spec-Drafter, a T5 with placeholders (kind 'drafter')."""
+  """Learned draft head of Spec-Drafter, a T5 with gamma placeholders."""
 
+  kind: str = "drafter"
+  gamma: int = 8
+  num_encoder_layers: int = 4
+  any_depth = False
   needs_encoder = True
 
   @property
   def module(self) -> DrafterT5:
-    return DrafterT5(decoder_config(self.config), gamma=self.config.gamma)
+    return DrafterT5(self.t5, gamma=self.gamma)
 
   def init(self, rng: Key[Array, ""]) -> Any:
     tokens = jnp.zeros((1, 1), jnp.int32)
     return self.module.init(rng, tokens, tokens, tokens, method="after_anchors")["params"]
 
-  def draft(self, target: Config, sampling: Sampling, tree: AnyTree) -> DrafterDraft:
-    width = min(8, self.config.vocab_size)
-    return DrafterDraft(self, sampling, tree, width, reread=tree.depth + 1)
+  def draft(
+    self, target: Config, sampling: Sampling, tree: AnyTree, options: DraftOptions
+  ) -> DrafterDraft:
+    return DrafterDraft(self, sampling, tree, options)
 
   def training_logits(self, target: Config, stride: int) -> DraftLogits:
     """Return the function that computes the logits of the placeholders of each anchor.
 
-    In training, some target tokens are shown. The positions of these tokens are set past the end of
-    the text, so that they are not part of the loss.
+    Shown target tokens get positions past the end of the text, so they are not part of the loss.
     """
     module = self.module
 
-    def draft_logits(
-      params: Any, frozen: Any, outputs: TargetOutputs
-    ) -> tuple[Float[Array, "B A N V"], Int[Array, "B A N"]]:
+    def draft_logits(params: Any, frozen: Any, outputs: TargetOutputs) -> tuple[Array, Array]:
       def logits_of(shown: Int[Array, "B A N"] | None) -> Float[Array, "B A N V"]:
         source, inputs, anchors = outputs.source, outputs.inputs, positions[..., 0]
         variables = {"params": params}
         return module.apply(variables, source, inputs, anchors, shown, method="after_anchors")
 
       if outputs.rng is None:
-        positions = round_positions(outputs.inputs, None, stride, self.config.gamma)
+        positions = round_positions(outputs.inputs, None, stride, self.gamma)
         return logits_of(None), positions
       anchors_rng, glancing_rng = jax.random.split(outputs.rng)
-      positions = round_positions(outputs.inputs, anchors_rng, stride, self.config.gamma)
+      positions = round_positions(outputs.inputs, anchors_rng, stride, self.gamma)
       targets = gather_positions(outputs.targets, positions, -1)
       is_wrong = logits_of(None).argmax(axis=-1) != targets
       first, last = GLANCING_RATIO
@@ -284,15 +241,7 @@ def tokens_to_show(
   is_token: Bool[Array, "B A N"],
   ratio: Float[Array, ""] | float,
 ) -> Bool[Array, "B A N"]:
-  """Select at random the target tokens that are shown to the head.
-
-  Args:
-    rng: random key.
-    is_wrong: whether the predicted token differs from the target token.
-    is_token: whether the target token is inside the text.
-    ratio: number of shown tokens of each anchor, relative to its number of wrong predictions. The
-      product is rounded.
-  """
+  """Select tokens at random, `ratio` times the number of wrong predictions per anchor, rounded."""
   count = jnp.round(ratio * (is_wrong & is_token).sum(axis=-1, keepdims=True))
   order = jnp.where(is_token, jax.random.uniform(rng, is_token.shape), 1.0).argsort(axis=-1)
   return order.argsort(axis=-1) < count

@@ -3,22 +3,16 @@
 The first state is a projection of the target's hidden state. The head computes the later states.
 """
 
-from collections.abc import Callable
-from typing import Any
+import dataclasses
 
 import jax.numpy as jnp
-from jax import Array
-from jaxtyping import Float, Int
 
-from specdec_jax.drafts.heads.base import Source
 from specdec_jax.drafts.heads.stateless import SourceLayer, StatelessHead, StatelessModule
 from specdec_jax.models.layers import Dense, Logits, embedder, norm
 
 
 class EagleModule(StatelessModule):
   """Decoder layer over (previous token, previous state), without self-attention."""
-
-  any_depth = True
 
   def setup(self):
     cfg = self.config
@@ -28,31 +22,20 @@ class EagleModule(StatelessModule):
     self.layer = SourceLayer(cfg)
     self.logits_dense = Logits(cfg, cfg.output_size)
 
-  def begin(
-    self,
-    hidden: Float[Array, "B E"],
-    last_token: Int[Array, " B"],
-    depth: int,
-    source: Source,
-    project: Callable[[Array], Array],
-  ) -> tuple[Any, Float[Array, "B 1 d"]]:
+  def begin(self, hidden, last_token, depth, source, project):
     return (), self.state(self.state_norm(hidden))[:, None]
 
-  def step(
-    self,
-    plan: Any,
-    state: Float[Array, "B M d"],
-    level: int,
-    previous: Int[Array, "B M"],
-    source: Source,
-  ) -> tuple[Float[Array, "B M V"], Float[Array, "B M d_out"]]:
+  def step(self, plan, state, level, previous, source):
     inputs = self.before_norm(state), self.token_embedder(previous)
     x = self.layer(self.join(jnp.concatenate(inputs, axis=-1)), source)
     return self.logits_dense(self.out_norm(x)), x
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class EagleHead(StatelessHead):
-  """Learned draft head of EAGLE (kind 'eagle')."""
+  """Learned draft head of EAGLE."""
 
+  kind: str = "eagle"
+  any_depth = True
   uses_cross_attention = True
   module_class = EagleModule

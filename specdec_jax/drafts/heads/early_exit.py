@@ -1,7 +1,6 @@
 """Early exit: some layers of the target, its final norm, and a trained residual block.
 
-The layers are the first ones, or a chosen set. The target's output projection turns the output of
-the block into logits.
+The target's output projection turns the output of the block into logits.
 """
 
 import dataclasses
@@ -13,11 +12,10 @@ from jaxtyping import Float, Int, Key
 
 from specdec_jax.core.sampling import Sampling
 from specdec_jax.core.trees import AnyTree, NodeLayout
-from specdec_jax.core.wrappers import WrappedModel
+from specdec_jax.core.types import DraftOptions, WrappedModel
 from specdec_jax.drafts.heads.base import (
   DraftHead,
   DraftLogits,
-  SpeculatorConfig,
   TargetOutputs,
   every_position,
 )
@@ -38,18 +36,13 @@ from specdec_jax.models.t5 import T5Model
 
 @dataclasses.dataclass(frozen=True)
 class EarlyExitModel(WrappedModel):
-  """Model that consists of some layers of a target, followed by a draft head.
+  """Some layers of a target, followed by a draft head.
 
-  `drafts.layer_skip.LayerSkipDraft` drafts with it. Its parameters are (parameters of the head,
-  parameters of the layers); `drafts.layer_skip.of_layers` returns the parameters of the layers.
-
-  Attributes:
-    model: these layers of the target.
-    head: configuration of the head.
+  Its parameters are (parameters of the head, parameters of the layers as from `of_layers`).
   """
 
   model: T5Model | GPTModel
-  head: SpeculatorConfig
+  head: DraftHead
 
   def prefill(
     self, params: Any, prompt: Int[Array, "B P"], num_slots: int
@@ -71,24 +64,23 @@ class EarlyExitModel(WrappedModel):
     return module.apply({"params": layer_params}, hidden, method="logits"), hidden, cache
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class EarlyExitHead(DraftHead):
-  """Learned draft head after some layers of the target (kind 'early_exit')."""
+  """Learned draft head after some decoder layers of the target, in ascending order."""
 
-  @property
-  def layers(self) -> tuple[int, ...]:
-    """Layers of the target before the head."""
-    config = self.config
-    return tuple(range(config.exit_layers)) if config.layers is None else config.layers
+  kind: str = "early_exit"
+  layers: tuple[int, ...] = (0,)
 
   def init(self, rng: Key[Array, ""]) -> Any:
-    hidden = jnp.zeros((1, self.config.state_dim))
-    return ResidualBlocks(self.config).init(rng, hidden)["params"]
+    return ResidualBlocks(self).init(rng, jnp.zeros((1, self.state_dim)))["params"]
 
-  def draft(self, target: Config, sampling: Sampling, tree: AnyTree) -> LayerSkipDraft:
+  def draft(
+    self, target: Config, sampling: Sampling, tree: AnyTree, options: DraftOptions
+  ) -> LayerSkipDraft:
     exit_target = dataclasses.replace(target, num_decoder_layers=len(self.layers))
-    model = EarlyExitModel(model_of(exit_target), self.config)
-    return LayerSkipDraft(ModelDraft(model, sampling, self.require_static(tree)), self.layers)
+    model = EarlyExitModel(model_of(exit_target), self)
+    draft = ModelDraft(model, sampling, self.require_static(tree), options)
+    return LayerSkipDraft(draft, self.layers)
 
   def draft_params(self, target: Config, params: Any, target_params: Any) -> Any:
     return params, of_layers(target, target_params, self.layers)[1]
@@ -98,16 +90,9 @@ class EarlyExitHead(DraftHead):
     require_layers(self.layers, target.num_decoder_layers)
 
   def training_logits(self, target: Config, stride: int) -> DraftLogits:
-    """Return the function that computes logits at each token.
-
-    Each token is an anchor with one draft token, for any `stride`.
-    """
-
-    def draft_logits(
-      params: Any, frozen: Any, outputs: TargetOutputs
-    ) -> tuple[Float[Array, "B T 1 V"], Int[Array, "B T 1"]]:
+    def draft_logits(params: Any, frozen: Any, outputs: TargetOutputs) -> tuple[Array, Array]:
       exit_config, exit_params = of_layers(target, frozen, self.layers)
-      model = EarlyExitModel(model_of(exit_config), self.config)
+      model = EarlyExitModel(model_of(exit_config), self)
       cache = cache_of_layers(outputs.cache, self.layers)
       logits = logits_at_each_token(model, (params, exit_params), cache, outputs.inputs)
       return logits[:, :, None], every_position(outputs.inputs)

@@ -5,21 +5,19 @@ width is the rank. A correction costs one rank x rank matmul and one rank x V ma
 vocabulary of V tokens.
 """
 
-from collections.abc import Callable
-from typing import Any
+import dataclasses
 
 import jax.numpy as jnp
 from flax import linen as nn
-from jax import Array
-from jaxtyping import Float, Int
 
-from specdec_jax.drafts.heads.base import Source
 from specdec_jax.drafts.heads.stateless import SourceLayer, StatelessHead, StatelessModule
 from specdec_jax.models.layers import Dense, Embed, Logits, embedder, norm
 
 
 class ParallelModule(StatelessModule):
   """Layers over one embedding per position, and a low-rank recurrent correction of the logits."""
+
+  config: "ParallelHead"
 
   def setup(self):
     cfg = self.config
@@ -34,14 +32,7 @@ class ParallelModule(StatelessModule):
     self.before = Embed(cfg.table_size, cfg.rank, dtype=cfg.activations)
     self.correction = Logits(cfg, cfg.output_size)
 
-  def begin(
-    self,
-    hidden: Float[Array, "B E"],
-    last_token: Int[Array, " B"],
-    depth: int,
-    source: Source,
-    project: Callable[[Array], Array],
-  ) -> tuple[Any, Float[Array, "B 1 d"]]:
+  def begin(self, hidden, last_token, depth, source, project):
     x = self.state(self.state_norm(hidden)) + self.token_embedder(last_token)
     x = x[:, None] + self.places[:depth].astype(x.dtype)
     for layer in self.layers:
@@ -49,21 +40,17 @@ class ParallelModule(StatelessModule):
     x = self.out_norm(x)
     return (self.logits_dense(x), self.mix(x)), jnp.zeros((len(hidden), 1, self.config.rank))
 
-  def step(
-    self,
-    plan: Any,
-    state: Float[Array, "B M d"],
-    level: int,
-    previous: Int[Array, "B M"],
-    source: Source,
-  ) -> tuple[Float[Array, "B M V"], Float[Array, "B M d_out"]]:
+  def step(self, plan, state, level, previous, source):
     base, mix = plan
     state = nn.gelu(mix[:, level, None] + self.before(previous) + self.recur(state))
     return base[:, level, None] + self.correction(state), state
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class ParallelHead(StatelessHead):
-  """Learned draft head that computes all logits in one pass and corrects them (kind 'parallel')."""
+  """Learned draft head; `rank` is the rank of its correction of the logits."""
 
+  kind: str = "parallel"
+  rank: int = 64
   uses_cross_attention = True
   module_class = ParallelModule

@@ -12,21 +12,20 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import Array
-from jaxtyping import Float, Int, Key
+from jaxtyping import Key
 
-from specdec_jax.core.arrays import gather, split_rows
-from specdec_jax.core.processors import Processors, process, text_prefixes
-from specdec_jax.core.sampling import Sampling, sample_logits
+from specdec_jax.core.arrays import gather
+from specdec_jax.core.sampling import Sampling
 from specdec_jax.core.trees import AnyTree, Tree, require_chain
-from specdec_jax.core.types import Context, Draft, Proposal
+from specdec_jax.core.types import Context, Draft, DraftOptions, Proposal
 from specdec_jax.drafts.heads.base import (
   DraftHead,
   DraftLogits,
-  SpeculatorConfig,
   TargetOutputs,
   require_depth,
-  target_cache,
 )
+from specdec_jax.drafts.layer_skip import text_cache
+from specdec_jax.drafts.model import depth_keys, sample_next
 from specdec_jax.models.families import Config, model_of, module_of
 
 
@@ -34,33 +33,19 @@ from specdec_jax.models.families import Config, model_of, module_of
 class PaSSDraft(Draft):
   """A draft that samples all tokens of a chain from the logits of one forward pass.
 
-  Parameters are (parameters of the head, parameters of the target).
-
-  Attributes:
-    config: configuration of the head.
-    target: configuration of the target.
-    sampling: sampling method, which turns logits into q.
-    tree: a chain.
-    processors: logits processors, which apply to the logits. Without them, the draft tokens are
-      independent of each other.
-
-  Raises:
-    InputError: the tree is not a chain, or there are too few embeddings for its depth.
+  Parameters are (parameters of the head, parameters of the target). Without logits processors, the
+  draft tokens are independent of each other.
   """
 
-  config: SpeculatorConfig
+  head: "PassHead"
   target: Config
   sampling: Sampling
   tree: Tree
-  processors: Processors = ()
-  reads_target_cache = True
+  options: DraftOptions = DraftOptions()
 
   def __post_init__(self):
     require_chain("a draft by look-ahead embeddings", self.tree)
-    require_depth(self.config, self.tree.depth)
-
-  def with_processors(self, processors: Processors) -> "PaSSDraft":
-    return dataclasses.replace(self, processors=processors)
+    require_depth(self.head.gamma, self.tree.depth)
 
   def propose(
     self, params: Any, state: Any, context: Context, rng: Key[Array, " B"]
@@ -68,33 +53,38 @@ class PaSSDraft(Draft):
     (head_params, target_params), gamma = params, self.tree.depth
     embedded = target_params["token_embedder"]["embedding"][context.last_token][:, None]
     ahead = jnp.broadcast_to(
-      head_params["embeddings"][: gamma - 1], (len(rng), gamma - 1, self.config.state_dim)
+      head_params["embeddings"][: gamma - 1], (len(rng), gamma - 1, self.head.state_dim)
     )
     block = jnp.concatenate([embedded, ahead], axis=1).astype(self.target.activations)
-    module, cache = module_of(self.target), target_cache(context)
+    module, cache = module_of(self.target), text_cache(context)
     logits, _, _ = module.apply({"params": target_params}, cache, block, method="extend_embedded")
     tokens, q = [], []
-    for i, key in enumerate(split_rows(rng, gamma)):
-      next_logits = logits[:, i]
-      if self.processors:
-        next_logits = process(self.processors, next_logits[:, None], text_prefixes(context))[:, 0]
-      token, token_q = sample_logits(key, next_logits, self.sampling)
-      context = context.with_tokens(token[:, None])
+    for i, key in enumerate(depth_keys(self.options, context, rng, gamma)):
+      token, token_q, text = sample_next(self, key, context, logits[:, i])
+      context = context._replace(tokens=text, length=context.length + 1)
       tokens.append(token)
       q.append(token_q)
     return Proposal(jnp.stack(tokens, axis=1), jnp.stack(q, axis=1)), state
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class PassHead(DraftHead):
-  """Learned draft head of PaSS: gamma - 1 look-ahead embeddings of width E (kind 'pass')."""
+  """Learned draft head of PaSS: gamma - 1 look-ahead embeddings of width E."""
+
+  kind: str = "pass"
+  gamma: int = 8
+
+  @property
+  def training_slots(self) -> int:
+    return self.gamma
 
   def init(self, rng: Key[Array, ""]) -> Any:
-    config = self.config
-    return {"embeddings": jax.random.normal(rng, (config.gamma - 1, config.state_dim))}
+    return {"embeddings": jax.random.normal(rng, (self.gamma - 1, self.state_dim))}
 
-  def draft(self, target: Config, sampling: Sampling, tree: AnyTree) -> PaSSDraft:
-    return PaSSDraft(self.config, target, sampling, self.require_static(tree))
+  def draft(
+    self, target: Config, sampling: Sampling, tree: AnyTree, options: DraftOptions
+  ) -> PaSSDraft:
+    return PaSSDraft(self, target, sampling, self.require_static(tree), options)
 
   def draft_params(self, target: Config, params: Any, target_params: Any) -> Any:
     return params, target_params
@@ -105,11 +95,9 @@ class PassHead(DraftHead):
     Each text has one anchor, for any `stride`. The logits at the anchor's own token are dropped,
     because they do not depend on the embeddings.
     """
-    target_module, model, gamma = module_of(target), model_of(target), self.config.gamma
+    target_module, model, gamma = module_of(target), model_of(target), self.gamma
 
-    def draft_logits(
-      params: Any, frozen: Any, outputs: TargetOutputs
-    ) -> tuple[Float[Array, "B 1 N V"], Int[Array, "B 1 N"]]:
+    def draft_logits(params: Any, frozen: Any, outputs: TargetOutputs) -> tuple[Array, Array]:
       batch, _ = outputs.inputs.shape
       # The number of non-padding inputs. For T5, whose first input is 0, it is the position of the
       # last input.

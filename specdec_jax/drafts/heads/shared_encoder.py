@@ -1,90 +1,430 @@
-"""Small decoder that attends to the target's encoding of the source.
+"""Small decoders that attend to the target's encoding of the source, and to its hidden states.
 
-It has token embeddings and a cache of the text, but no encoder. In training and in decoding, its
-layers attend to the cross-attention keys and values of the target's last layers.
+The decoder has token embeddings and a cache of the text, but no encoder. Its layers attend to the
+cross-attention keys and values of the target's last layers. There are four kinds, which differ in
+the vector that is added to the embedding of a token, its conditioning:
+
+  shared_encoder  none
+  conditioned     a projection of the target's hidden state at the start of the round that processes
+                  the token, plus an embedding of the number of tokens since then (the offset)
+  features        the same in the round of the token; once it is committed, a projection of the
+                  state from which the target predicted it
+  eagle_text      in the round of the token, a projection of the state that the head itself predicts
+                  at its parent; once it is committed, as in 'features'
+
+In 'features' and 'eagle_text', the next round computes the keys and values of the last round's
+tokens again. In EAGLE (Li et al., 2024), too, each committed token is read together with the
+target's state before it, its feature. 'eagle_text' is EAGLE as published: training uses the
+target's features at all tokens, and adds a loss between predicted and actual features. Unlike
+EAGLE, it has its own width, embeddings and logits, and features have no noise in training.
+
+Axis letters are those of `core.types`; d is the width of the head, and M the number of hidden
+states (K or 1).
 """
 
 import dataclasses
 from typing import Any
 
+import jax
 import jax.numpy as jnp
-from jax import Array
-from jaxtyping import Float, Int, Key
+import numpy as np
+from flax import struct
+from jax import Array, lax
+from jaxtyping import Bool, Float, Int, Key
 
+from specdec_jax.core.arrays import gather, take, write_slots
 from specdec_jax.core.sampling import Sampling
-from specdec_jax.core.trees import AnyTree
-from specdec_jax.core.types import Context
+from specdec_jax.core.trees import AnyTree, DynamicTree, NodeLayout, NodePlacement, Tree
+from specdec_jax.core.types import Context, Draft, DraftOptions, Outcome, Proposal
+from specdec_jax.drafts.dynamic import DynamicDraft
 from specdec_jax.drafts.heads.base import (
   DraftHead,
   DraftLogits,
   TargetOutputs,
-  decoder_config,
   every_position,
   target_cache,
 )
-from specdec_jax.drafts.model import ModelDraft
-from specdec_jax.models.config import T5Config
-from specdec_jax.models.decoder import empty_slots
+from specdec_jax.drafts.model import ModelDraft, extend_last_tokens
+from specdec_jax.models.decoder import KeysValues, empty_slots
 from specdec_jax.models.families import Config
+from specdec_jax.models.layers import Dense, norm
 from specdec_jax.models.t5 import T5, T5Cache, T5Model
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SharedEncoderHead(DraftHead):
+  """Decoder that uses the target's encoder; see the module docstring.
+
+  Attributes:
+    layers: decoder layers of the target, ascending, whose concatenated outputs are the hidden
+      states (EAGLE-3; Li et al., 2025). By default they are the states after the final norm.
+    offsets: number of offsets, from 0, that have an embedding; larger ones share the last.
+  """
+
+  kind: str = "shared_encoder"
+  layers: tuple[int, ...] = ()
+  offsets: int = 8
+  needs_encoder = True
+  uses_cross_attention = True
+
+  @property
+  def is_conditioned(self) -> bool:
+    """Whether tokens have a conditioning."""
+    return self.kind != "shared_encoder"
+
+  @property
+  def reads_features(self) -> bool:
+    """Whether committed tokens are conditioned on the states from which they were predicted."""
+    return self.kind in ("features", "eagle_text")
+
+  @property
+  def predicts_features(self) -> bool:
+    """Whether the head predicts the target's hidden states."""
+    return self.kind == "eagle_text"
+
+  @property
+  def feature_layers(self) -> tuple[int, ...]:
+    return self.layers
+
+  @property
+  def module(self) -> "SharedEncoderT5":
+    return SharedEncoderT5(self.t5, head=self)
+
+  def init(self, rng: Key[Array, ""]) -> Any:
+    source, bias = self.example_source()
+    tokens, cross = jnp.zeros((1, 1), jnp.int32), (source,) * self.num_decoder_layers
+    hidden = jnp.zeros((1, 1, self.state_dim))
+    return self.module.init(rng, tokens, hidden, tokens, cross, bias, method="after_each")["params"]
+
+  def draft(
+    self, target: Config, sampling: Sampling, tree: AnyTree, options: DraftOptions
+  ) -> Draft:
+    model = SharedEncoderModel(self.t5, self)
+    if self.kind == "features" and isinstance(tree, DynamicTree):
+      return DynamicSharedEncoderDraft(model, tree, min(8, self.vocab_size), options)
+    return SharedEncoderDraft(model, sampling, self.require_static(tree), options)
+
+  def training_logits(self, target: Config, stride: int) -> DraftLogits:
+    """Return the function that computes logits at each token, conditioned on its anchor.
+
+    The anchor of a token is the last anchor at or before it, or the first token. In validation,
+    every `stride`-th token is an anchor. In training, each token is an anchor with probability 1 /
+    `stride`, because rounds have many lengths. Kinds without offsets have no anchors.
+    """
+
+    def draft_logits(params: Any, frozen: Any, outputs: TargetOutputs) -> tuple[Array, Array]:
+      shape = outputs.inputs.shape
+      positions = jnp.arange(shape[1])
+      is_anchor = jnp.broadcast_to(positions % stride == 0, shape)
+      if outputs.rng is not None:
+        is_anchor = jax.random.bernoulli(outputs.rng, 1 / stride, shape)
+      anchors = lax.cummax(jnp.where(is_anchor, positions, 0), axis=1)
+      logits, _ = self._after_each(params, outputs, anchors)
+      return logits[:, :, None], every_position(outputs.inputs)
+
+    return draft_logits
+
+  def feature_loss(
+    self, params: Any, outputs: TargetOutputs, is_token: Bool[Array, "B T"]
+  ) -> Float[Array, ""] | float:
+    """Return EAGLE's smooth L1 loss of the predicted features, averaged over their entries."""
+    if not self.predicts_features:
+      return 0.0
+    predicted = self._after_each(params, outputs, jnp.zeros_like(outputs.inputs))[1][:, :-1]
+    error = jnp.abs(predicted - lax.stop_gradient(outputs.hidden[:, 1:]))
+    losses = jnp.where(error < 1, error**2 / 2, error - 0.5)
+    mask = is_token[:, :-1]
+    return (losses.mean(axis=-1) * mask).sum() / jnp.maximum(mask.sum(), 1)
+
+  def _after_each(
+    self, params: Any, outputs: TargetOutputs, anchors: Int[Array, "B T"]
+  ) -> tuple[Float[Array, "B T V"], Any]:
+    cross, bias = outputs.cache.cross[-self.num_decoder_layers :], outputs.cache.cross_bias
+    inputs = outputs.inputs, outputs.hidden, anchors, cross, bias
+    return self.module.apply({"params": params}, *inputs, method="after_each")
+
+
+class SharedEncoderT5(T5):
+  """T5 whose decoder is a draft head; its encoder is never used."""
+
+  head: Any = None  # a SharedEncoderHead; fields of a subclass need defaults
+
+  def setup(self):
+    super().setup()
+    cfg, head = self.config, self.head
+    if head.is_conditioned:
+      self.state_norm, self.state = norm(cfg), Dense(cfg, cfg.emb_dim)
+      shape = 1 if head.predicts_features else head.offsets, cfg.emb_dim
+      # "age" is the name of the embedding of offsets in checkpoints.
+      self.age = self.param("age", jax.nn.initializers.normal(1.0), shape, jnp.float32)
+    if head.predicts_features:
+      self.feature = Dense(cfg, head.state_dim)
+
+  def condition(
+    self, hidden: Float[Array, "*batch E"], offsets: Int[Array, "*offsets"] | int
+  ) -> Float[Array, "*tokens d"]:
+    """Return the conditioning by target states, and by offsets from the start of the round."""
+    embedded = self.age[jnp.minimum(offsets, len(self.age) - 1)].astype(self.config.activations)
+    return self.state(self.state_norm(hidden)) + embedded
+
+  def condition_on_prediction(self, own: Float[Array, "*batch d"]) -> Float[Array, "*batch d"]:
+    """Return the conditioning of tokens whose parents have the output states `own`."""
+    return self.condition(self.feature(own), 0)
+
+  def after_each(
+    self,
+    inputs: Int[Array, "B T"],
+    hidden: Float[Array, "B T E"],
+    anchors: Int[Array, "B T"],
+    cross: tuple[KeysValues, ...],
+    cross_bias: Float[Array, "B 1 1 S"],
+  ) -> tuple[Float[Array, "B T V"], Float[Array, "B T E"] | None]:
+    """Return the teacher-forced logits after each input, and the predicted hidden states.
+
+    The target predicted each input from the state in `hidden`. `anchors` are the positions of the
+    last committed token in the round that processes each input.
+    """
+    x, embedding = self.token_embedder(inputs), self.token_embedder.embedding
+    if self.head.predicts_features:
+      x = x + self.condition(hidden, 0)
+    elif self.head.is_conditioned:
+      offsets = jnp.arange(inputs.shape[1]) - anchors
+      in_round = x + self.condition(gather(hidden, anchors), offsets)
+      if self.head.reads_features:
+        both = jnp.concatenate([x + self.condition(hidden, 0), in_round], axis=1)
+        layout = RoundsLayout(anchors)
+        _, own, _ = self.decoder(both, embedding, cross, cross_bias, tree=layout)
+        return self.decoder.logits(own[:, inputs.shape[1] :], embedding), None
+      x = in_round
+    logits, own, _ = self.decoder(x, embedding, cross, cross_bias)
+    return logits, self.feature(own) if self.head.predicts_features else None
+
+  def extend(
+    self,
+    cache: Any,
+    tokens: Int[Array, "B K"],
+    tree: NodeLayout | None = None,
+    first: Int[Array, ""] | int = 0,
+  ) -> tuple[Float[Array, "B K V"], Float[Array, "B K d"], Any]:
+    x = self.token_embedder(tokens)
+    if cache.conditioning is not None:
+      size = tokens.shape[1], x.shape[2]
+
+      def read_row(row: Float[Array, "T d"], slot: Int[Array, ""]) -> Float[Array, "K d"]:
+        return lax.dynamic_slice(row, (slot, 0), size)
+
+      x = x + jax.vmap(read_row)(cache.conditioning, cache.length + first)
+    return self.extend_embedded(cache, x, tree, first)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class RoundsLayout:
+  """Layout of a block that holds each token of a text twice: committed, and in its round.
+
+  A committed token attends to the committed tokens up to itself. A token in its round attends to
+  the committed tokens before the round, and to the tokens of the round up to itself. The first
+  token of a round, at its anchor, is the last committed one.
+  """
+
+  anchors: Int[Array, "B T"]
+
+  def place(
+    self, length: Int[Array, " B"], first: Any, num_nodes: int, num_slots: int
+  ) -> NodePlacement:
+    batch, text = self.anchors.shape
+    position = jnp.arange(text)
+    not_after = position <= position[:, None]
+    start = self.anchors[:, :, None]
+    before_round = position < start
+    same_round = not_after & (self.anchors[:, None] == start)
+    committed = jnp.broadcast_to(not_after, same_round.shape)
+    positions = jnp.broadcast_to(jnp.tile(position, 2), (batch, 2 * text))
+    visible = jnp.block([[committed, jnp.zeros_like(committed)], [before_round, same_round]])
+    return NodePlacement(positions, positions, visible)
+
+
+@struct.dataclass
+class SharedEncoderCache(T5Cache):
+  """Cache with the target's `cross`; `conditioning` is that of the token in each slot."""
+
+  conditioning: Float[Array, "B T d"] | None
+
+  def repeat_rows(self, count: int) -> "SharedEncoderCache":
+    conditioning = jax.tree.map(lambda x: jnp.repeat(x, count, axis=0), self.conditioning)
+    return super().repeat_rows(count).replace(conditioning=conditioning)
+
+
+@dataclasses.dataclass(frozen=True)
+class SharedEncoderModel(T5Model):
+  """Draft model with the decoder of a draft head."""
+
+  head: SharedEncoderHead
+
+  def empty_cache(self, context: Context, num_slots: int) -> SharedEncoderCache:
+    """Return a cache without tokens, which holds the source as encoded by the target."""
+    config, cache, batch = self.config, target_cache(context), len(context.tokens)
+    conditioning = None
+    if self.head.is_conditioned:
+      conditioning = jnp.zeros((batch, num_slots, config.emb_dim), config.activations)
+    return SharedEncoderCache(
+      length=jnp.zeros(batch, jnp.int32),
+      layers=empty_slots(config, batch, num_slots),
+      cross=cache.cross[-config.num_decoder_layers :],
+      cross_bias=cache.cross_bias,
+      conditioning=conditioning,
+    )
+
+  def condition(
+    self,
+    params: Any,
+    cache: SharedEncoderCache,
+    hidden: Float[Array, "B M E"],
+    offsets: Int[Array, " K"] | int,
+    slot: Int[Array, " B"],
+  ) -> SharedEncoderCache:
+    """Write to the cache the conditioning of the next tokens; see `ModelDraft.condition`."""
+    if not self.head.is_conditioned:
+      return cache
+    new = self.head.module.apply({"params": params}, hidden, offsets, method="condition")
+    return _with_conditioning(cache, new, slot)
+
+  def extend(
+    self,
+    params: Any,
+    cache: Any,
+    tokens: Int[Array, "B K"],
+    tree: NodeLayout | None = None,
+    first: Int[Array, ""] | int = 0,
+  ) -> tuple[Float[Array, "B K V"], Float[Array, "B K d"], SharedEncoderCache]:
+    """Process a block; if features are predicted, also condition the children of its nodes.
+
+    The block is then a level of the tree.
+    """
+    logits, hidden, cache = self.head.module.apply(
+      {"params": params}, cache, tokens, tree, first, method="extend"
+    )
+    if self.head.predicts_features and isinstance(tree, Tree):
+      cache = self.condition_children(params, cache, hidden, tree, first)
+    return logits, hidden, cache
+
+  def condition_children(
+    self,
+    params: Any,
+    cache: SharedEncoderCache,
+    hidden: Float[Array, "B K d"],
+    tree: Tree,
+    first: Int[Array, ""] | int,
+  ) -> SharedEncoderCache:
+    """Write the conditioning of the children of nodes `first` to `first + K - 1`."""
+    children = first + 1  # of a chain
+    if not tree.is_chain:
+      assert isinstance(first, int)
+      last = first + hidden.shape[1]
+      nodes = [n for n, parent in enumerate(tree.parents, 1) if first <= parent < last]
+      if not nodes:
+        return cache
+      hidden = take(hidden, [tree.parents[n - 1] - first for n in nodes])
+      children = nodes[0]
+    new = self.head.module.apply({"params": params}, hidden, method="condition_on_prediction")
+    return _with_conditioning(cache, new, cache.length + children)
+
+  def condition_on_features(
+    self, params: Any, cache: SharedEncoderCache, outcome: Outcome
+  ) -> SharedEncoderCache:
+    """Write the conditioning of the tokens that a round committed, if the head reads features."""
+    if not self.head.reads_features:
+      return cache
+    hidden, path = outcome.hidden, outcome.verification.path
+    if path is not None:
+      hidden = gather(hidden, jnp.pad(path, ((0, 0), (1, 0))))
+    return self.condition(params, cache, hidden, 0, outcome.length - outcome.num_emitted)
+
+  def commit(
+    self,
+    cache: Any,
+    length: Int[Array, " B"],
+    tree: AnyTree | None = None,
+    path: Int[Array, "B D"] | None = None,
+  ) -> Any:
+    committed = super().commit(cache, length, tree, path)
+    if path is None or cache.conditioning is None:
+      return committed
+    moved = gather(cache.conditioning, cache.length[:, None] + path)
+    return _with_conditioning(committed, moved, cache.length + 1)
+
+
+def _with_conditioning(
+  cache: SharedEncoderCache, new: Float[Array, "B M d"], slot: Int[Array, " B"]
+) -> SharedEncoderCache:
+  assert cache.conditioning is not None
+  written = write_slots(cache.conditioning[:, None], new[:, None], slot)[:, 0]
+  return cache.replace(conditioning=written)
 
 
 @dataclasses.dataclass(frozen=True)
 class SharedEncoderDraft(ModelDraft):
-  """A draft that samples from a T5 decoder, which attends to the target's encoded source."""
+  """A draft that samples a chain or a static tree from the decoder of a draft head."""
 
-  model: T5Model
+  model: SharedEncoderModel
+
+  @property
+  def reread(self) -> int:
+    # The tokens of a round are processed again with the features that it reveals.
+    most = self.tree.depth + 1 if self.model.head.reads_features else 0
+    return max(self.options.reread, most)
 
   def init(self, params: Any, context: Context, hidden: Float[Array, "B C E"]) -> Any:
-    return empty_cache(self.model.config, context, context.tokens.shape[1])
+    return self.model.empty_cache(context, context.tokens.shape[1])
 
+  def condition(
+    self,
+    params: Any,
+    cache: Any,
+    hidden: Float[Array, "B M E"],
+    offsets: Int[Array, " K"] | int,
+    slot: Int[Array, " B"],
+  ) -> Any:
+    return self.model.condition(params, cache, hidden, offsets, slot)
 
-def empty_cache(config: T5Config, context: Context, num_slots: int) -> T5Cache:
-  """Return a cache without tokens, which holds the source as encoded by the target."""
-  cache, batch = target_cache(context), len(context.tokens)
-  return T5Cache(
-    length=jnp.zeros(batch, jnp.int32),
-    layers=empty_slots(config, batch, num_slots),
-    cross=cache.cross[-config.num_decoder_layers :],
-    cross_bias=cache.cross_bias,
-  )
+  def start_round(
+    self, params: Any, state: Any, context: Context
+  ) -> tuple[Float[Array, "B V"], Any]:
+    model, hidden, slot = self.model, context.hidden[:, None], context.length - 1
+    if model.head.predicts_features:
+      cache = model.condition(params, state, hidden, 0, slot)
+      logits, own, cache = extend_last_tokens(model, params, cache, context, self.reread)
+      return logits, model.condition_children(params, cache, own[:, None], self.tree, 0)
+    state = model.condition(params, state, hidden, jnp.asarray(self.tree.depths), slot)
+    return super().start_round(params, state, context)
+
+  def observe(self, params: Any, state: Any, outcome: Outcome) -> Any:
+    state = super().observe(params, state, outcome)
+    return self.model.condition_on_features(params, state, outcome)
 
 
 @dataclasses.dataclass(frozen=True)
-class SharedEncoderHead(DraftHead):
-  """Learned draft head with a decoder that uses the target's encoder (kind 'shared_encoder')."""
+class DynamicSharedEncoderDraft(DynamicDraft):
+  """A draft that proposes dynamic trees with the decoder of a draft head of kind 'features'."""
 
-  needs_encoder = True
-  uses_cross_attention = True
+  model: SharedEncoderModel
 
-  def init(self, rng: Key[Array, ""]) -> Any:
-    config, tokens = self.config, jnp.zeros((1, self.config.gamma), jnp.int32)
-    source, bias = self.example_source()
-    cross = (source,) * config.num_decoder_layers
-    cache = T5Cache(jnp.zeros(1, jnp.int32), empty_slots(config, 1, config.gamma), cross, bias)
-    return T5(decoder_config(config)).init(rng, cache, tokens, method=T5.extend)["params"]
+  @property
+  def reread(self) -> int:
+    return max(self.options.reread, self.tree.depth + 1)
 
-  def draft(self, target: Config, sampling: Sampling, tree: AnyTree) -> SharedEncoderDraft:
-    model = T5Model(decoder_config(self.config))
-    return SharedEncoderDraft(model, sampling, self.require_static(tree))
+  def empty_cache(self, params: Any, context: Context, num_slots: int) -> T5Cache:
+    return self.model.empty_cache(context, num_slots)
 
-  def training_logits(self, target: Config, stride: int) -> DraftLogits:
-    """Return the function that computes logits at each token.
+  def propose(
+    self, params: Any, state: Any, context: Context, rng: Key[Array, " B"]
+  ) -> tuple[Proposal, Any]:
+    cache, processed = state
+    # The processed nodes: the last committed token, then `width` nodes per level.
+    offsets = jnp.array([0, *np.repeat(np.arange(1, self.tree.depth), self.width)])
+    hidden, slot = context.hidden[:, None], context.length - 1
+    cache = self.model.condition(params, cache, hidden, offsets, slot)
+    return super().propose(params, (cache, processed), context, rng)
 
-    Each token is an anchor with one draft token, for any `stride`.
-    """
-    config, module = self.config, T5(decoder_config(self.config))
-
-    def draft_logits(
-      params: Any, frozen: Any, outputs: TargetOutputs
-    ) -> tuple[Float[Array, "B T 1 V"], Int[Array, "B T 1"]]:
-      logits = module.apply(
-        {"params": params},
-        outputs.inputs,
-        cross=outputs.cache.cross[-config.num_decoder_layers :],
-        cross_bias=outputs.cache.cross_bias,
-        method="on_source",
-      )
-      return logits[:, :, None], every_position(outputs.inputs)
-
-    return draft_logits
+  def observe(self, params: Any, state: Any, outcome: Outcome) -> Any:
+    cache, processed = super().observe(params, state, outcome)
+    return self.model.condition_on_features(params, cache, outcome), processed

@@ -1,12 +1,11 @@
 """Draft heads without a cache: Medusa, EAGLE and the parallel head.
 
-They draft level by level from the target's hidden state at the start of the round and from the last
-committed token. If the target has an encoder, they may also use its cross-attention keys and values
-of the source. Verification has already computed the hidden state (`Context.hidden`), so a head has
-no state to store between rounds or to roll back.
+They draft level by level from the target's hidden state at the start of the round, which
+verification has already computed (`Context.hidden`), and from the last committed token. If the
+target has an encoder, they may also use its cross-attention keys and values of the source.
 
-Axis letters are those of `core.types`; M is the number of nodes of a level, and d the width of the
-head or of its states. d_out is the width of the states that a step returns.
+Axis letters are those of `core.types`; M is the number of nodes of a level, d the width of the head
+or of its states, and d_out that of the states that a step returns.
 """
 
 import abc
@@ -20,37 +19,32 @@ from flax import linen as nn
 from jax import Array
 from jaxtyping import Float, Int, Key
 
-from specdec_jax.core.arrays import gather, split_rows, take
-from specdec_jax.core.processors import Processors, node_prefixes, process
-from specdec_jax.core.sampling import Sampling, sample_siblings
-from specdec_jax.core.trees import AnyTree, DynamicTree
-from specdec_jax.core.types import Context, Draft, Proposal
+from specdec_jax.core.arrays import gather, take
+from specdec_jax.core.sampling import Sampling
+from specdec_jax.core.trees import AnyTree, DynamicTree, Tree
+from specdec_jax.core.types import Context, Draft, DraftOptions, Proposal
 from specdec_jax.drafts.dynamic import grow, require_candidates
 from specdec_jax.drafts.heads.base import (
   DraftHead,
   DraftLogits,
   Source,
-  SpeculatorConfig,
   TargetOutputs,
   gather_positions,
   require_depth,
   round_positions,
   target_cache,
 )
+from specdec_jax.drafts.model import draft_tree
 from specdec_jax.models.families import Config, module_of
 from specdec_jax.models.layers import Attention, Dense, Mlp, norm
 
+WIDTH = 8  # see `LevelwiseDraft`
+
 
 class StatelessModule(nn.Module):
-  """Flax module of a draft head without a cache.
+  """Flax module of a draft head without a cache."""
 
-  Attributes:
-    config: configuration of the head.
-    any_depth: whether the module can propose more than `config.gamma` consecutive tokens.
-  """
-
-  config: SpeculatorConfig
-  any_depth: ClassVar[bool] = False
+  config: "StatelessHead"
 
   @abc.abstractmethod
   def begin(
@@ -63,13 +57,8 @@ class StatelessModule(nn.Module):
   ) -> tuple[Any, Float[Array, "B 1 d"]]:
     """Return the plan (values that are computed once per round) and the initial state.
 
-    Args:
-      hidden: hidden state of the target at the start of the round.
-      last_token: last committed token.
-      depth: number of consecutive draft tokens that will be proposed.
-      source: cross-attention keys and values of the target's last layer, and their bias; (None,
-        None) if the target has no encoder.
-      project: function from hidden states [..., E] to the target's logits [..., V].
+    `depth` is the number of consecutive draft tokens that will be proposed. `project` maps hidden
+    states [..., E] to the target's logits [..., V].
     """
 
   @abc.abstractmethod
@@ -83,12 +72,7 @@ class StatelessModule(nn.Module):
   ) -> tuple[Float[Array, "B M V"], Float[Array, "B M d_out"]]:
     """Return the logits of the token after each of M nodes of a level, and the state after each.
 
-    Args:
-      plan: first result of `begin`.
-      state: state after the parent of each node; for the last committed token, that from `begin`.
-      level: depth of the nodes in the tree: 0 for the last committed token.
-      previous: token of each node, which comes before the draft tokens to propose.
-      source: see `begin`.
+    `state` is that after each node's parent; at level 0 it is that from `begin`.
     """
 
   def __call__(
@@ -98,10 +82,7 @@ class StatelessModule(nn.Module):
     source: Source,
     project: Callable[[Array], Array],
   ) -> Float[Array, "B N V"]:
-    """Return teacher-forced logits of consecutive draft tokens.
-
-    `previous` holds the token before each draft token, starting with the last committed token.
-    """
+    """Return teacher-forced logits; `previous` starts with the last committed token."""
     plan, state = self.begin(hidden, previous[:, 0], previous.shape[1], source, project)
     level_logits = []
     for level in range(previous.shape[1]):
@@ -113,7 +94,7 @@ class StatelessModule(nn.Module):
 class ResidualBlocks(nn.Module):
   """One residual block per future position, applied to a hidden state of the target."""
 
-  config: SpeculatorConfig
+  config: DraftHead
   num_positions: int = 1
 
   @nn.compact
@@ -129,7 +110,7 @@ class ResidualBlocks(nn.Module):
 class SourceLayer(nn.Module):
   """Layer with attention to the source, if there is one, and a feed-forward block."""
 
-  config: SpeculatorConfig
+  config: DraftHead
 
   @nn.compact
   def __call__(self, x: Float[Array, "B M d"], source: Source) -> Float[Array, "B M d"]:
@@ -139,29 +120,32 @@ class SourceLayer(nn.Module):
     return x + Mlp(self.config, name="mlp")(norm(self.config)(x))
 
 
+@dataclasses.dataclass(frozen=True)
 class LevelwiseDraft(Draft):
   """A draft that proposes level by level with a learned head.
 
-  It proposes a static tree, whose siblings are sampled without replacement, or a dynamic tree.
-
-  Attributes:
-    sampling: sampling method, which turns logits into q.
-    tree: tree of the proposals.
-    width: for a dynamic tree, number of nodes per level that the head processes, and number of
-      children of each such node that become candidates.
-    processors: logits processors, which apply to the head's logits.
-
-  Raises:
-    InputError: a dynamic tree has more draft tokens than there are candidates.
+  For a dynamic tree, WIDTH nodes per level are processed, with WIDTH candidate children each.
   """
 
+  head: Any
   sampling: Sampling
-  width: int
-  processors: Processors
+  tree: AnyTree
+  options: DraftOptions
 
   def __post_init__(self):
+    if not self.head.any_depth:
+      require_depth(self.head.gamma, self.tree.depth)
     if isinstance(self.tree, DynamicTree):
       require_candidates(self.tree, self.width)
+
+  @property
+  def width(self) -> int:
+    """Number of nodes per level of a dynamic tree, and of their children that are candidates."""
+    return min(WIDTH, self.head.vocab_size)
+
+  @property
+  def independent_siblings(self) -> bool:  # type: ignore[override]
+    return self.options.independent_siblings and isinstance(self.tree, Tree)
 
   def propose_levels(
     self,
@@ -172,82 +156,36 @@ class LevelwiseDraft(Draft):
   ) -> Proposal:
     """Propose the tree, one level at a time.
 
-    Args:
-      step: function of (states [B, M, d] after the parents of M nodes, level, tokens [B, M] of the
-        nodes). It returns the logits [B, M, V] of the token after each node, and the state after
-        each node. The level is the depth of the nodes: 0 for the last committed token.
-      states: state of level 0.
-      context: context of the round.
-      rng: one key per row.
+    `step` is a function of (states [B, M, d] after the parents of M nodes, level, tokens [B, M] of
+    the nodes). It returns the logits [B, M, V] of the token after each node, and the state after
+    each node. The level is the depth of the nodes: 0 for the last committed token.
     """
-    tree, previous = self.tree, context.last_token[:, None]
+    select: Callable[..., Array] = gather if isinstance(self.tree, DynamicTree) else take
 
-    def step_from(
-      states: Array,
-      tokens: Int[Array, "B M"],
-      parents: Int[Array, "B M"],
-      level: int,
-      drafted: DynamicTree,
-    ) -> tuple[Float[Array, "B M V"], Array]:
-      return step(gather(states, parents), level, tokens)
+    def extend_level(states: Array, tokens: Array, parents: Any, level: int, tree: AnyTree):
+      return step(select(states, parents), level, tokens)
 
-    if isinstance(tree, DynamicTree):
-      logits, states = step(states, 0, previous)
-      root_logits, processors = logits[:, 0], self.processors
-      return grow(tree, self.width, root_logits, step_from, states, context, processors)[0]
-    keys = split_rows(rng, tree.depth)
-    tokens, q, parent_level = [context.tokens[:, :0]], [], 0
-    for level, (first, last) in enumerate(tree.levels):
-      logits, states = step(states, level, previous)
-      if self.processors:
-        guesses = jnp.concatenate(tokens, axis=1)
-        prefixes = node_prefixes(context, guesses, tree, parent_level, first)
-        logits = process(self.processors, logits, prefixes)
-      counts = [tree.parents.count(node) for node in range(parent_level, first)]
-      previous, level_q = sample_siblings(keys[level], logits, self.sampling, counts)
-      states = take(states, [tree.parents[node - 1] - parent_level for node in range(first, last)])
-      tokens.append(previous)
-      q.append(level_q)
-      parent_level = first
-    return Proposal(jnp.concatenate(tokens, axis=1), jnp.concatenate(q, axis=1))
+    logits, states = step(states, 0, context.last_token[:, None])
+    if isinstance(self.tree, DynamicTree):
+      processors = self.options.processors
+      inputs = logits[:, 0], extend_level, states, context, processors
+      return grow(self.tree, self.width, *inputs)[0]
+    return draft_tree(self, logits, extend_level, states, context, rng)[0]
 
 
 @dataclasses.dataclass(frozen=True)
 class SpeculatorDraft(LevelwiseDraft):
   """A draft that proposes with a head without a cache.
 
-  Its parameters are (parameters of the head, parameters of the target that the head needs for
-  logits).
-
-  Attributes:
-    head: the head.
-    target: configuration of the target.
-    sampling, tree, width, processors: see `LevelwiseDraft`.
-
-  Raises:
-    InputError: the tree is deeper than the head can propose, or a dynamic tree has more draft
-      tokens than there are candidates.
+  Its parameters are (parameters of the head, the target's parameters that its logits need).
   """
 
-  head: "StatelessHead"
   target: Config
-  sampling: Sampling
-  tree: AnyTree
-  width: int = 8
-  processors: Processors = ()
-
-  def __post_init__(self):
-    if not self.head.module_class.any_depth:
-      require_depth(self.head.config, self.tree.depth)
-    super().__post_init__()
-
-  def with_processors(self, processors: Processors) -> "SpeculatorDraft":
-    return dataclasses.replace(self, processors=processors)
 
   def propose(
     self, params: Any, state: Any, context: Context, rng: Key[Array, " B"]
   ) -> tuple[Proposal, Any]:
-    source = source_of(self.head.config, context)
+    source = source_of(self.head, context)
     module, variables = self.head.module, {"params": params[0]}
     plan, states = module.apply(
       variables,
@@ -276,41 +214,45 @@ class SpeculatorDraft(LevelwiseDraft):
     return project
 
 
-def source_of(config: SpeculatorConfig, context: Context) -> Source:
+def source_of(head: DraftHead, context: Context) -> Source:
   """Return keys, values and bias of the target's last cross-attention layer, or (None, None)."""
   cache = target_cache(context)
-  return (cache.cross[-1], cache.cross_bias) if config.has_encoder else (None, None)
+  return (cache.cross[-1], cache.cross_bias) if head.has_encoder else (None, None)
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class StatelessHead(DraftHead):
-  """Draft head without a cache, defined by a Flax module.
+  """Draft head without a cache, defined by the Flax module `module_class`.
 
   Attributes:
-    module_class: class of the Flax module.
+    gamma: number of consecutive draft tokens that the head is trained for.
+    any_depth: whether the head can propose more than `gamma` consecutive draft tokens.
     uses_target_logits: whether the head computes its logits with the target's parameters.
   """
 
+  any_depth: ClassVar[bool] = False
   module_class: ClassVar[type[StatelessModule]]
   uses_target_logits: ClassVar[bool] = False
 
+  gamma: int = 8
+
   @property
   def module(self) -> StatelessModule:
-    return self.module_class(self.config)
+    return self.module_class(self)
 
   def init(self, rng: Key[Array, ""]) -> Any:
-    config = self.config
-    hidden, tokens = jnp.zeros((1, config.state_dim)), jnp.zeros((1, config.gamma), jnp.int32)
-    source = self.example_source() if config.has_encoder else (None, None)
+    hidden, tokens = jnp.zeros((1, self.state_dim)), jnp.zeros((1, self.gamma), jnp.int32)
+    source = self.example_source() if self.has_encoder else (None, None)
 
     def project(x: Float[Array, "*batch E"]) -> Float[Array, "*batch V"]:
-      return jnp.zeros((*x.shape[:-1], config.vocab_size))
+      return jnp.zeros((*x.shape[:-1], self.vocab_size))
 
     return self.module.init(rng, hidden, tokens, source, project)["params"]
 
-  def draft(self, target: Config, sampling: Sampling, tree: AnyTree) -> SpeculatorDraft:
-    width = min(8, self.config.vocab_size)
-    return SpeculatorDraft(self, target, sampling, tree, width)
+  def draft(
+    self, target: Config, sampling: Sampling, tree: AnyTree, options: DraftOptions
+  ) -> SpeculatorDraft:
+    return SpeculatorDraft(self, sampling, tree, options, target)
 
   def draft_params(self, target: Config, params: Any, target_params: Any) -> Any:
     if not self.uses_target_logits:
@@ -319,16 +261,11 @@ class StatelessHead(DraftHead):
     return params, {"token_embedder": target_params["token_embedder"], "decoder": decoder}
 
   def training_logits(self, target: Config, stride: int) -> DraftLogits:
-    """Return the function that computes teacher-forced logits from the hidden state at each anchor.
+    """Return the function that computes teacher-forced logits from each anchor's hidden state."""
+    module, target_module = self.module, module_of(target)
 
-    The function gives the head the tokens of the text as if the head had drafted them.
-    """
-    config, module, target_module = self.config, self.module, module_of(target)
-
-    def draft_logits(
-      params: Any, frozen: Any, outputs: TargetOutputs
-    ) -> tuple[Float[Array, "B A N V"], Int[Array, "B A N"]]:
-      positions = round_positions(outputs.inputs, outputs.rng, stride, config.gamma)
+    def draft_logits(params: Any, frozen: Any, outputs: TargetOutputs) -> tuple[Array, Array]:
+      positions = round_positions(outputs.inputs, outputs.rng, stride, self.gamma)
 
       def repeat_for_anchors(x: Array) -> Array:
         return jnp.repeat(x, positions.shape[1], axis=0)
@@ -340,7 +277,7 @@ class StatelessHead(DraftHead):
         return target_module.apply({"params": frozen}, hidden, method="logits")
 
       source: tuple[Any, Any] = None, None
-      if config.has_encoder:
+      if self.has_encoder:
         cross = outputs.cache.cross[-1], outputs.cache.cross_bias
         source = jax.tree.map(repeat_for_anchors, cross)
       hidden = gather_positions(outputs.hidden, positions[..., :1])[:, :, 0]

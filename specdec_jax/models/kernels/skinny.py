@@ -48,16 +48,12 @@ def packed_shape(
 
 
 def pack(kernel: np.ndarray, pairs: bool = False) -> np.ndarray:
-  """Pack a matrix in panels of PANEL columns. The last panel is padded with zeros.
+  """Pack a matrix [E, F] in panels of PANEL columns. The last panel is padded with zeros.
 
-  Args:
-    kernel: [E, F], the matrix.
-    pairs: whether to interleave rows for the instructions that multiply pairs of bfloat16 or groups
-      of four int8 values (`is_available`). E is padded with rows of zeros, to a multiple of 2 or 4.
-
-  Returns:
-    Panels [ceil(F / PANEL), E, PANEL]; with `pairs`, [ceil(F / PANEL), ceil(E / 2), 2 * PANEL], or
-    [ceil(F / PANEL), ceil(E / 4), 4 * PANEL] if the matrix is int8.
+  The result is [ceil(F / PANEL), E, PANEL]. With `pairs`, it is [ceil(F / PANEL), ceil(E / 2),
+  2 * PANEL], or [ceil(F / PANEL), ceil(E / 4), 4 * PANEL] if the matrix is int8: rows are
+  interleaved for the instructions that multiply pairs of bfloat16 or groups of four int8 values
+  (`is_available`), and E is padded with rows of zeros.
   """
   depth, width = kernel.shape
   shape = packed_shape(depth, width, pairs, kernel.dtype == np.int8)
@@ -105,7 +101,6 @@ def attend(
   Args:
     queries: [B, K, H, D], with heads of size D.
     keys: [B, G, T, D], where G divides H. Head h of the queries reads group h // (H / G).
-    values: [B, G, T, D].
     bias: [B or 1, H or 1, K or 1, T], added to the logits.
     masked: bias of a masked slot, a large negative number. Slots whose bias is below half of it are
       skipped. A query whose slots are all masked attends to all slots.
@@ -173,8 +168,7 @@ def _register() -> ctypes.CDLL | None:
 def _library() -> ctypes.CDLL:
   """Return the library for this processor and jaxlib, from the cache or, if missing, compiled now.
 
-  The name of a library in the cache has a hash of what it is compiled from, and then a hash of its
-  content.
+  Its name in the cache has a hash of what it is compiled from, and a hash of its content.
   """
   compiler_command = os.environ.get("CXX") or shutil.which("c++") or shutil.which("g++")
   try:
@@ -232,7 +226,6 @@ def _loaded(path: pathlib.Path) -> ctypes.CDLL | None:
 
 
 def _is_private(status: os.stat_result) -> bool:
-  """Return True if a file or folder belongs to this user and no one else may write to it."""
   return status.st_uid == os.geteuid() and not status.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
 
 

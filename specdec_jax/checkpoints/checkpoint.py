@@ -1,0 +1,240 @@
+"""Opened checkpoints, and the loading of their parameters."""
+
+import dataclasses
+import functools
+import inspect
+import types
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import traverse_util
+
+from specdec_jax.checkpoints import hub
+from specdec_jax.checkpoints.formats import LOGITS, MAX_NAMED, TABLE, Leaf, reported
+from specdec_jax.core.memory import require_memory
+from specdec_jax.data.vocabularies import find_vocabulary
+from specdec_jax.drafts.heads import AnyConfig, init_params
+from specdec_jax.errors import InputError
+from specdec_jax.models.families import for_decoding
+from specdec_jax.models.kernels import skinny
+from specdec_jax.models.quantization import column_scales, param_dtype, quantize
+
+# How weights are loaded; see `load.load_pair`.
+LoadedWeights = Literal["float", "stored", "int8"]
+# A tree of `Sharding` with the structure of the parameters, or a function that returns it, given
+# their shapes and, if it has a parameter `config`, the configuration of the model.
+Shardings = Any
+ShardingsFn = Callable[..., Any] | None  # the function only
+
+_OUTPUTS = {"logits_dense", "correction"}  # layers with one column per token
+_NORM = "decoder/decoder_norm/scale"
+
+
+class Generation(NamedTuple):
+  """Generation settings of a checkpoint that change the output of transformers' `generate`.
+
+  Attributes:
+    file: source of the settings, for messages, such as generation_config.json; "" if there is none.
+    settings: settings that apply and differ from their neutral values.
+    tasks: for each task in `task_specific_params` of config.json, its settings that apply and
+      differ from their neutral values, and its `prefix`.
+  """
+
+  file: str = ""
+  settings: Mapping[str, Any] = types.MappingProxyType({})
+  tasks: Mapping[str, Mapping[str, Any]] = types.MappingProxyType({})
+
+
+@dataclasses.dataclass(frozen=True)
+class Checkpoint:
+  """Opened checkpoint of a model or draft head; its arrays are listed, but not loaded.
+
+  Attributes:
+    path: path or name on the Hub as the user gave it, or a description of a model in memory.
+    config: config of the model. If the format does not record the size of the vocabulary,
+      vocab_size is the number of rows of the embedding table.
+    arrays: arrays by parameter name, such as `encoder/layers_0/attention/query/kernel`.
+    vocabulary: fingerprint of the vocabulary that the model was trained with, if recorded.
+    recorded_path: path of the checkpoint in records; None for a model in memory.
+  """
+
+  path: str
+  config: AnyConfig
+  arrays: Mapping[str, Leaf]
+  vocabulary: str | None = None
+  eos_ids: tuple[int, ...] = ()
+  generation: Generation = Generation()
+  name: str = ""
+  recorded_path: str | None = None
+
+  def find_vocabulary(self) -> str | None:
+    """Return the path of the vocabulary that belongs to the model; None if there is none."""
+    if self.recorded_path is None:
+      return None
+    return find_vocabulary(hub.resolve(self.path, hub.VOCABULARY))
+
+  def load(
+    self,
+    config: AnyConfig,
+    dtype: Any = None,
+    shardings: Shardings = None,
+    stored_weights: bool = False,
+    other_arrays: Any = (),
+    output_tokens: Sequence[int] | None = None,
+  ) -> Any:
+    """Return the parameters of the model, in `config.dtype` by default.
+
+    Arrays are read one at a time. Before, InputError is raised if they do not fit config or memory.
+
+    Args:
+      config: config of the model to load; see `load.load_params`, also for `shardings`.
+      stored_weights: whether matrices that are stored in bfloat16 stay in bfloat16 if
+        `config.kernels` is 'skinny'. They then take half the bytes; matmuls convert them and give
+        the same result. Such matrices cannot be sharded, so `shardings` must be None.
+      other_arrays: arrays that must fit in memory too, such as the target's for a draft.
+      output_tokens: the tokens that have logits if `config.num_output_tokens` is set.
+    """
+    config = config if dtype is None else dataclasses.replace(config, dtype=dtype)
+    if callable(shardings):
+      shardings = make_shardings(shardings, config)
+    places = traverse_util.flatten_dict(shardings or {}, sep="/")
+    tokens = None if output_tokens is None else np.asarray(output_tokens, np.int32)
+    arrays: dict[str, _Array] = {}
+    for name, leaves in self._leaves(config).items():
+      arrays |= _arrays(config, name, leaves, tokens)
+    if tokens is not None and not any(name.endswith("/output_tokens") for name in arrays):
+      raise InputError(f"{self.path} has no logits of its own, so it can propose any token.")
+    stays = stored_weights and config.kernels != "xla"
+
+    def struct(name: str, array: _Array) -> jax.ShapeDtypeStruct:
+      *_, kind = name.split("/")
+      dtype = param_dtype((jax.tree_util.DictKey(kind),), array, config)
+      dtype = array.dtype if stays and kind == "kernel" and array.dtype == jnp.bfloat16 else dtype
+      return jax.ShapeDtypeStruct(array.shape, dtype, sharding=places.get(name))
+
+    structs = {name: struct(name, array) for name, array in arrays.items()}
+    require_memory(
+      f"the model in {self.path}{' with its target' if jax.tree.leaves(other_arrays) else ''}",
+      (structs, other_arrays),
+      "load a smaller one, or in bfloat16",
+    )
+    params = {name: _place(self.path, name, x, structs[name]) for name, x in arrays.items()}
+    return traverse_util.unflatten_dict(params, sep="/")
+
+  def _leaves(self, config: AnyConfig) -> dict[str, list[Leaf]]:
+    """Return, for each parameter of a model, what is concatenated along its last axis."""
+    as_stored: dict[str, Any] = dict(kernels="xla", weights="float", num_output_tokens=None)
+    fuse = config.fused and not self.config.fused
+    if fuse:
+      as_stored |= dict(fused=False, tied_logits=self.config.tied_logits)
+    stored_config = dataclasses.replace(config, **as_stored)
+    self.require_shapes(param_shapes(stored_config))
+    leaves = dict(self.arrays)
+    if fuse and stored_config.tied_logits:  # as in `for_decoding`
+      leaves[LOGITS] = dataclasses.replace(leaves[TABLE], array=leaves[TABLE].array.T)
+      leaves[_NORM] = dataclasses.replace(leaves[_NORM], divisor=stored_config.logits_divisor)
+      stored_config = dataclasses.replace(stored_config, tied_logits=False)
+    tree = traverse_util.unflatten_dict({name: [x] for name, x in leaves.items()}, sep="/")
+    if fuse:
+      tree = for_decoding(stored_config, tree, lambda parts, axis: sum(parts, []))[1]
+    return traverse_util.flatten_dict(tree, sep="/")
+
+  def require_shapes(self, params: Any) -> None:
+    """Raise InputError unless the arrays have the names and shapes of the parameters `params`."""
+
+    def shape(x: Any) -> tuple:
+      return x.shape if jnp.issubdtype(x.dtype, jnp.floating) else (x.dtype.name, *x.shape)
+
+    stored = {name: shape(array) for name, array in self.arrays.items()}
+    expected = {name: shape(x) for name, x in traverse_util.flatten_dict(params, sep="/").items()}
+    wrong = sorted(
+      name for name in stored.keys() | expected.keys() if stored.get(name) != expected.get(name)
+    )
+    if wrong:
+      some = ", ".join(
+        f"{name} (found {stored.get(name, 'nothing')}, expected {expected.get(name, 'nothing')})"
+        for name in wrong[:MAX_NAMED]
+      )
+      rest = f" and {len(wrong) - MAX_NAMED} more" if len(wrong) > MAX_NAMED else ""
+      raise InputError(
+        f"{self.path} does not fit the shape of the model: {len(wrong)} arrays differ, "
+        f"{some}{rest}."
+      )
+
+
+class _Array(NamedTuple):
+  shape: tuple[int, ...]
+  dtype: np.dtype
+  read: Callable[[Any], np.ndarray]
+
+
+def _arrays(
+  config: AnyConfig, name: str, leaves: Sequence[Leaf], tokens: np.ndarray | None
+) -> dict[str, _Array]:
+  """Return the arrays of a parameter: itself, or its panels, int8 values, scales and tokens."""
+  path, _, kind = name.rpartition("/")
+  columns = tokens if path.rpartition("/")[2] in _OUTPUTS else None
+  is_int8, is_packed = config.weights == "int8", config.kernels != "xla"
+  shape, dtype = leaves[0].shape, leaves[0].dtype
+  if len(leaves) == 1 and columns is None and not (kind == "kernel" and (is_int8 or is_packed)):
+    return {name: _Array(shape, dtype, leaves[0].read)}
+  width = sum(leaf.shape[-1] for leaf in leaves) if columns is None else len(columns)
+  shape = (*shape[:-1], width)
+  dtype = dtype if {leaf.dtype for leaf in leaves} == {dtype} else np.dtype(np.float32)
+  num_scales = -(-width // skinny.PANEL) * skinny.PANEL if is_packed else width
+
+  def whole() -> np.ndarray:
+    values = np.concatenate([x.read() for x in leaves], -1) if leaves[1:] else leaves[0].read()
+    return values if columns is None else values[..., columns]
+
+  def matrix() -> np.ndarray:
+    values = quantize(whole())[0] if is_int8 else whole()
+    return skinny.pack(values, config.in_pairs) if is_packed else values
+
+  def scales() -> np.ndarray:
+    return np.pad(column_scales(whole()), (0, num_scales - width), constant_values=1)
+
+  if kind != "kernel":
+    return {name: _Array(shape, dtype, lambda index: whole()[index])}
+  if is_packed:
+    shape = skinny.packed_shape(shape[0], width, config.in_pairs, is_int8)
+  arrays = {name: _Array(shape, np.dtype(np.int8) if is_int8 else dtype, lambda i: matrix()[i])}
+  if is_int8:
+    arrays[f"{name}_scale"] = _Array((num_scales,), np.dtype(np.float32), lambda i: scales()[i])
+  if columns is not None:
+    arrays[f"{path}/output_tokens"] = _Array(columns.shape, columns.dtype, columns.__getitem__)
+  return arrays
+
+
+def _place(path: str, name: str, array: _Array, struct: jax.ShapeDtypeStruct) -> jax.Array:
+  """Read an array into the memory of its devices; each device reads only its shard.
+
+  Values are copied, since they may view a file whose memory an array on a CPU would share.
+  """
+
+  def read(index: Any) -> np.ndarray:
+    with reported(path, name):
+      return np.array(array.read(index), struct.dtype, order="C")
+
+  if struct.sharding is None:
+    placed = jax.device_put(read(...))
+  else:
+    placed = jax.make_array_from_callback(struct.shape, struct.sharding, read)
+  # Otherwise the next array would be read while two copies of this one are in memory.
+  return placed.block_until_ready()
+
+
+def make_shardings(shardings: Callable[..., Any], config: AnyConfig) -> Any:
+  """Return the shardings that a user's function returns for the shapes of a model's parameters."""
+  shapes = param_shapes(config)
+  takes_config = "config" in inspect.signature(shardings).parameters
+  return shardings(shapes, config=config) if takes_config else shardings(shapes)
+
+
+@functools.cache
+def param_shapes(config: AnyConfig) -> Any:
+  """Return the shapes and dtypes of a model's parameters as a tree of `jax.ShapeDtypeStruct`."""
+  return jax.eval_shape(functools.partial(init_params, config), jax.random.key(0))

@@ -1,0 +1,107 @@
+"""Writers of checkpoints, in this project's format and in that of Hugging Face.
+
+The format of this project is a folder with `config.json` and `params.msgpack`.
+"""
+
+import dataclasses
+import json
+import pathlib
+from typing import Any
+
+import jax
+import numpy as np
+from flax import serialization, traverse_util
+from safetensors.numpy import save
+
+from specdec_jax.checkpoints import files
+from specdec_jax.checkpoints.checkpoint import Checkpoint
+from specdec_jax.checkpoints.families import t5
+from specdec_jax.checkpoints.formats import Leaf, read_msgpack
+from specdec_jax.checkpoints.huggingface import WEIGHTS
+from specdec_jax.core.atomic_files import atomic_write
+from specdec_jax.drafts.heads import HEADS, AnyConfig, DraftHead
+from specdec_jax.errors import InputError
+from specdec_jax.models.config import GPTConfig, T5Config
+
+CONFIG, PARAMS = "config.json", "params.msgpack"
+_FAMILIES: dict[str, type[AnyConfig]] = {
+  "t5": T5Config,
+  "gpt": GPTConfig,
+  "head": DraftHead,
+}
+# Fields that the configuration of a T5 in transformers may have; the others have their defaults.
+_T5_FIELDS = (
+  *("vocab_size", "padded_vocab_size", "emb_dim", "num_heads", "head_dim", "mlp_dim"),
+  *("num_encoder_layers", "num_decoder_layers", "gated", "activation", "tied_logits"),
+  *("eos_id", "start_id", "pad_id", "dtype", "dropout_rate"),
+)
+
+
+def save_model(
+  folder: str, config: AnyConfig, params: Any, vocabulary: str | None = None, dtype: Any = None
+) -> None:
+  """Write the config and the parameters of a model to `folder`: both files or neither.
+
+  Args:
+    vocabulary: fingerprint of the vocabulary that the model was trained with; None if unknown. When
+      a pair loads the model, this fingerprint is compared with that of the pair's vocabulary.
+    dtype: dtype of the parameters in the file; by default, that of each array of `params`.
+  """
+  if config.kernels != "xla":
+    raise InputError(
+      "Parameters packed in panels (`kernels.skinny`) cannot be saved; save them before packing."
+    )
+  path = pathlib.Path(folder)
+  path.mkdir(parents=True, exist_ok=True)
+  fields = dataclasses.asdict(config)
+  for name in ("kernels", "dtype", "dropout_rate"):  # these do not describe the parameters
+    del fields[name]
+  fields["vocabulary"] = vocabulary
+  fields["family"] = next(name for name, kind in _FAMILIES.items() if isinstance(config, kind))
+  params = jax.tree.map(lambda x: jax.device_get(x.astype(dtype or x.dtype)), params)
+  with atomic_write(path / CONFIG) as config_file, atomic_write(path / PARAMS, "wb") as params_file:
+    params_file.write(serialization.msgpack_serialize(params))
+    config_file.write(json.dumps(fields, indent=2) + "\n")
+
+
+def open_folder(folder: str) -> Checkpoint:
+  """Open a model that `save_model` wrote."""
+  if not files.is_file(folder, CONFIG) or not files.is_file(folder, PARAMS):
+    raise InputError(f"There is no model in {folder}; expected {CONFIG} and {PARAMS} in it.")
+  fields = files.read_json(folder, CONFIG)
+  vocabulary = fields.pop("vocabulary", None)
+  family = _FAMILIES[fields.pop("family", "t5")]
+  config_type = HEADS[fields["kind"]] if family is DraftHead else family
+  lists = {name: tuple(x) for name, x in fields.items() if isinstance(x, list)}  # JSON has lists
+  config = config_type(**fields | lists)
+  values = read_msgpack(folder, PARAMS)
+  leaves = {name: Leaf(value) for name, value in values.items() if hasattr(value, "shape")}
+  return Checkpoint(folder, config, leaves, vocabulary)
+
+
+def save_huggingface(folder: str, config: T5Config, params: Any) -> None:
+  """Write a T5 to `folder` as transformers' `save_pretrained` does, in the dtype of its parameters.
+
+  Padding of the embedding table becomes part of the vocabulary. Either both files are written or
+  neither. `config` must not be `fused`.
+  """
+  kind = ("gated-" if config.gated else "") + config.activation
+  plain = T5Config(**{name: getattr(config, name) for name in _T5_FIELDS})
+  others = [name for name, value in vars(plain).items() if value != getattr(config, name)]
+  if others or kind not in t5.KINDS:
+    raise InputError(
+      f"A model with {', '.join(f'{name} {getattr(config, name)!r}' for name in others) or kind} "
+      f"cannot be written for transformers as a T5, which has {', '.join(t5.KINDS)}."
+    )
+  path = pathlib.Path(folder)
+  path.mkdir(parents=True, exist_ok=True)
+  # Of the names of the embedding table, the first one is written.
+  names = {ours: theirs for theirs, ours in reversed(t5.names(config).items())}
+  arrays = {}
+  for name, value in traverse_util.flatten_dict(params, sep="/").items():
+    array = np.asarray(value)
+    array = array.T if array.ndim == 2 and name.endswith(t5.TRANSPOSED) else array
+    arrays[names[name]] = np.ascontiguousarray(array)
+  with atomic_write(path / CONFIG) as config_file, atomic_write(path / WEIGHTS, "wb") as weights:
+    weights.write(save(arrays, {"format": "pt"}))
+    config_file.write(json.dumps(t5.fields_of(config), indent=2) + "\n")

@@ -1,0 +1,169 @@
+"""Several drafts as one: as branches of one tree, one after another, or the first that has tokens.
+
+Parameters and states are tuples with one entry per draft, in order. The drafts do not receive the
+outcome of verification, because accepted tokens may come from a different draft. Instead, drafts
+with a cache process all tokens that the last round may have committed at the start of a round
+(`DraftOptions.reread`). A `ForestDraft` and a `CascadeDraft` take no drafts that depend on outcomes
+or stop early.
+"""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+from jaxtyping import Float, Int, Key
+
+from specdec_jax.core.arrays import split_rows
+from specdec_jax.core.trees import AnyTree, Tree, chain, require_chain, require_static
+from specdec_jax.core.types import Context, Draft, Proposal
+from specdec_jax.errors import InputError
+from specdec_jax.models.t5 import PAD_ID
+
+
+@dataclasses.dataclass(frozen=True)
+class ForestDraft(Draft):
+  """A draft whose tree joins the static trees of several drafts at a common root (SpecInfer).
+
+  A special case is multi-draft speculative sampling, with several chains of one draft, each sampled
+  with its own key. Equal tokens of two drafts remain two nodes, each with the q of its own draft,
+  and the nodes are verified in the order of the drafts. `core.verify.merging.MergingVerifier`
+  continues equal tokens of several drafts as one node. It would not be exact to leave out one of
+  the nodes, or to verify them in random order (`tests/test_verifiers.py`).
+  """
+
+  drafts: tuple[Draft, ...]
+  vocab_size: int
+  tree: Tree = dataclasses.field(init=False)
+
+  def __post_init__(self):
+    for draft in self.drafts:
+      require_joinable(draft)
+    object.__setattr__(self, "tree", joined_at_root(self._trees)[0])
+
+  def init(self, params: Any, context: Context, hidden: Float[Array, "B C E"]) -> Any:
+    each = zip(self.drafts, params, strict=True)
+    return tuple(d.init(p, context, hidden) for d, p in each)
+
+  def propose(
+    self, params: Any, state: Any, context: Context, rng: Key[Array, " B"]
+  ) -> tuple[Proposal, Any]:
+    keys = split_rows(rng, len(self.drafts))
+    each = zip(self.drafts, params, state, keys, strict=True)
+    proposals, states = zip(*(d.propose(p, s, context, key) for d, p, s, key in each))
+    tokens, q = concatenated(proposals, self.vocab_size)
+    order = jnp.array(joined_at_root(self._trees)[1])
+    return Proposal(tokens[:, order], None if q is None else q[:, order]), states
+
+  @property
+  def _trees(self) -> list[Tree]:
+    return [require_static("merging drafts", draft.tree) for draft in self.drafts]
+
+
+@dataclasses.dataclass(frozen=True)
+class CascadeDraft(Draft):
+  """A draft that proposes a chain: each of several drafts continues the tokens of the previous one.
+
+  Verification seldom reaches tokens far from the last committed one, so a cheaper draft suffices
+  for them (the horizontal cascade of Chen et al., 2024). The tokens that are new to a draft include
+  those of the drafts before it.
+  """
+
+  drafts: tuple[Draft, ...]
+  vocab_size: int
+  tree: Tree = dataclasses.field(init=False)
+
+  def __post_init__(self):
+    for draft in self.drafts:
+      require_chain("a draft of a cascade", draft.tree)
+      require_joinable(draft)
+    object.__setattr__(self, "tree", chain(sum(draft.tree.depth for draft in self.drafts)))
+
+  def init(self, params: Any, context: Context, hidden: Float[Array, "B C E"]) -> Any:
+    return tuple(d.init(p, context, hidden) for d, p in zip(self.drafts, params))
+
+  def propose(
+    self, params: Any, state: Any, context: Context, rng: Key[Array, " B"]
+  ) -> tuple[Proposal, Any]:
+    keys = split_rows(rng, len(self.drafts))
+    proposals, states = [], []
+    for draft, draft_params, draft_state, key in zip(self.drafts, params, state, keys):
+      proposal, draft_state = draft.propose(draft_params, draft_state, context, key)
+      proposals.append(proposal)
+      states.append(draft_state)
+      context = context.with_tokens(proposal.tokens)
+    tokens, q = concatenated(proposals, self.vocab_size)
+    return Proposal(tokens, q), tuple(states)
+
+
+@dataclasses.dataclass(frozen=True)
+class FallbackDraft(Draft):
+  """A draft that uses, in each row, the first of its drafts that proposes a token.
+
+  A draft proposes nothing if its first token is PAD_ID. If all drafts propose nothing, the last one
+  is used. The drafts have equal static trees and select their tokens deterministically.
+  """
+
+  drafts: tuple[Draft, ...]
+  tree: AnyTree = dataclasses.field(init=False)
+
+  def __post_init__(self):
+    if len({draft.tree for draft in self.drafts}) != 1:
+      raise InputError("The drafts to choose from need equal trees.")
+    object.__setattr__(self, "tree", self.drafts[0].tree)
+
+  def init(self, params: Any, context: Context, hidden: Float[Array, "B C E"]) -> Any:
+    return tuple(d.init(p, context, hidden) for d, p in zip(self.drafts, params, strict=True))
+
+  def propose(
+    self, params: Any, state: Any, context: Context, rng: Key[Array, " B"]
+  ) -> tuple[Proposal, Any]:
+    each = zip(self.drafts, params, state, strict=True)
+    proposals, states = zip(*(d.propose(p, s, context, rng) for d, p, s in each))
+    if any(proposal.q is not None for proposal in proposals):
+      raise InputError("One of the drafts to choose from samples; all must select their tokens.")
+    *earlier, tokens = (proposal.tokens for proposal in proposals)
+    for earlier_tokens in reversed(earlier):
+      tokens = jnp.where(earlier_tokens[:, :1] == PAD_ID, tokens, earlier_tokens)
+    return Proposal(tokens), states
+
+
+def require_joinable(draft: Draft) -> None:
+  """Raise InputError if a draft cannot propose together with others."""
+  if draft.tree.verify_lengths or draft.depends_on_outcomes:
+    raise InputError(
+      f"{type(draft).__name__} stops early or depends on outcomes of its rounds, and cannot be one "
+      "of several drafts."
+    )
+
+
+def concatenated(
+  proposals: Sequence[Proposal], vocab_size: int
+) -> tuple[Int[Array, "B N"], Float[Array, "B N V"] | None]:
+  """Concatenate the tokens and the q of all proposals.
+
+  q is None if all tokens are selected deterministically; if only some are, theirs are one-hots.
+  """
+  tokens = jnp.concatenate([proposal.tokens for proposal in proposals], axis=1)
+  if all(proposal.q is None for proposal in proposals):
+    return tokens, None
+  q = [jax.nn.one_hot(p.tokens, vocab_size) if p.q is None else p.q for p in proposals]
+  return tokens, jnp.concatenate(q, axis=1)
+
+
+def joined_at_root(trees: Sequence[Tree]) -> tuple[Tree, list[int]]:
+  """Join several trees at their roots.
+
+  Also return the index of each draft token in the concatenated draft tokens of the given trees.
+  """
+  paths, first = [], 0
+  for tree in trees:
+    tree_paths = [np.flatnonzero(row)[1:] for row in tree.ancestors[1:]]
+    paths += [tuple((first + path - 1).tolist()) for path in tree_paths]
+    first += tree.num_draft_tokens
+  paths.sort(key=lambda path: (len(path), path))  # level order, siblings adjacent
+  node = {(): 0} | {path: i for i, path in enumerate(paths, 1)}
+  return Tree([node[path[:-1]] for path in paths]), [path[-1] for path in paths]

@@ -1,0 +1,303 @@
+"""Checks of a pair in one setting at a time, and the rows of the report with their results."""
+
+import functools
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import NamedTuple
+
+import jax
+import numpy as np
+
+from specdec_jax.core.counts import require_finite
+from specdec_jax.core.generation_config import GenerationConfig
+from specdec_jax.core.loading import DecodeSettings
+from specdec_jax.core.sampling import Sampling, row_keys
+from specdec_jax.core.trees import AnyTree, DynamicTree, Tree, chain
+from specdec_jax.core.types import DecodeResult
+from specdec_jax.exactness import martingale
+from specdec_jax.exactness.argmax import (
+  Decode,
+  Divergence,
+  Rounding,
+  compare_argmax,
+  node_moves,
+  share_of,
+)
+from specdec_jax.exactness.martingale import Drift, RoundScores, Scores
+from specdec_jax.exactness.paths import rounds_of_self_draft
+from specdec_jax.exactness.round_scores import positions, recorded, score_rounds
+from specdec_jax.exactness.samples import cells_of, compare_samples
+from specdec_jax.pair import Pair
+
+ROUND_TOKENS = 24  # limit of outputs whose rounds are tested; a batch waits for its longest output
+ENDLESS = -1  # an EOS id that no token has, so that texts do not end
+
+
+class Setting(NamedTuple):
+  """Combination of settings in which outputs or rounds are checked.
+
+  Attributes:
+    tree: tree of draft tokens; `chain(0)` for autoregressive decoding.
+    is_long: whether outputs continue past EOS, up to the limit for long texts.
+  """
+
+  sampling: Sampling
+  tree: AnyTree
+  batch_size: int
+  is_long: bool = False
+
+  def __str__(self) -> str:
+    sampling = self.sampling
+    truncated = f" top-k {sampling.top_k}" if sampling.top_k else ""
+    truncated += f" top-p {sampling.top_p:g}" if sampling.top_p < 1 else ""
+    shape = _named(self.tree) if self.tree.num_draft_tokens else "autoregressive"
+    shape += ", long texts" if self.is_long else ""
+    return f"temperature {sampling.temperature:g}{truncated}, {shape}, batch {self.batch_size}"
+
+
+class Row(NamedTuple):
+  """Row of the report.
+
+  Attributes:
+    holds: whether the check holds; None if it could not be made.
+    found: the measured value, such as a p-value.
+    fault: values that are a fault.
+    details: what was compared, and how large a fault would be detected nine times in ten.
+    lines: lines below the row.
+  """
+
+  holds: bool | None
+  check: str
+  setting: object
+  found: str
+  fault: str
+  details: str
+  lines: Sequence[str] = ()
+
+
+class Checker:
+  """Checks of a pair in one setting at a time; see `commands.check`."""
+
+  def __init__(
+    self,
+    pair: Pair,
+    texts: Sequence[str],
+    shapes: Sequence[AnyTree],
+    batch_size: int,
+    max_new_tokens: int,
+    long_tokens: int,
+    generation: GenerationConfig | None,
+  ):
+    self.pair, self.texts, self.batch_size = pair, texts, batch_size
+    self.max_new_tokens = max_new_tokens
+    self.processors = pair.processors(generation or GenerationConfig())
+    most = getattr(getattr(pair.target.model, "config", None), "num_positions", None)
+    if most:
+      slots = pair.prompt(texts).shape[1] + max(shape.num_nodes for shape in shapes)
+      long_tokens = min(long_tokens, most - slots)
+    self.long_tokens = max(0, long_tokens)
+    self.share = share_of(pair)
+    self.moved: dict[AnyTree, float] = {}
+    self.decode_fn = functools.partial(pair.decode_fn, processors=self.processors)
+    # All shapes are compared with the same autoregressive outputs and the same cells.
+    self.autoregressive = functools.cache(
+      lambda sampling, eos_id=None: _cached(self.decode_fn(sampling, chain(0), eos_id=eos_id))
+    )
+    self.cells = functools.cache(functools.partial(cells_of, pair, processors=self.processors))
+
+  def logits(self, tree: AnyTree) -> Row:
+    """Compare the logits of a verification pass with the logits of passes over one token."""
+    rows = np.arange(self.batch_size) % len(self.texts)
+    prompt = self.pair.prompt(self.texts)[rows]
+    decode = self.autoregressive(Sampling(temperature=0.0))
+    keys = row_keys(0, 0, self.batch_size)
+    output = decode(prompt, keys, max_new_tokens=self.max_new_tokens)
+    tokens, lengths = np.asarray(output.tokens), np.asarray(output.lengths)
+    self.moved[tree], share = node_moves(self.pair, prompt, tokens, lengths, tree)
+    details = f"largest difference to logits of single tokens: {self.moved[tree]:.2g}; found and "
+    details += "fault are shares of the logits' range"
+    found, fault = f"{share:.2g}", f"> {self.share:.2g}"
+    return Row(share <= self.share, "logits", _named(tree), found, fault, details)
+
+  def outputs(self, setting: Setting) -> Row:
+    """Compare outputs at temperature 0, and count the rounds of the target as its own draft."""
+    pair, (sampling, tree, batch_size, is_long) = self.pair, setting
+    texts, some = self.texts, self.texts[: -(-len(self.texts) // 4)]
+    if batch_size < self.batch_size:
+      texts = some
+    limit, eos_id = self.max_new_tokens, None
+    if is_long:
+      texts, limit, eos_id = texts[:batch_size], self.long_tokens, ENDLESS
+    divergences = compare_argmax(
+      pair,
+      texts,
+      self.autoregressive(sampling, eos_id),
+      self.decode_fn(sampling, tree, eos_id=eos_id),
+      tree.num_nodes,
+      DecodeSettings(sampling, batch_size, limit),
+      Rounding(self.share, self.moved[tree]),
+      self.processors,
+    )
+    holds = all(d.is_tie for _, d in divergences)
+    details = "texts identical"
+    if is_long:
+      details += f", {limit} tokens each"
+    by_paths = [False] * isinstance(tree, Tree) + [True] * (not tree.is_chain)
+    for of_paths in () if is_long else by_paths:
+      counts = rounds_of_self_draft(pair, some, tree, batch_size, limit, of_paths, self.processors)
+      holds &= counts[0] <= 1.01 * counts[1]
+      which = " on each of the tree's paths in turn" if of_paths else ""
+      details += f"; {counts[0]} rounds of {counts[1]} at best with the target as draft{which}"
+    found = f"{len(texts) - len(divergences)} of {len(texts)}"
+    lines = [_of_divergence(pair, text, divergence) for text, divergence in divergences]
+    return Row(holds, "outputs", setting, found, "no tie", details, lines)
+
+  def samples(
+    self,
+    setting: Setting,
+    num_texts: int,
+    samples_per_text: int,
+    num_tokens: int,
+    seed: int,
+    level: float,
+  ) -> Row:
+    """Compare the first tokens of many outputs with their exact joint distribution.
+
+    The row has no result if no prefix is probable enough to be counted, as with random weights.
+    """
+    texts = tuple(self.texts[:num_texts])
+    joint = compare_samples(
+      self.pair,
+      texts,
+      self.decode_fn(setting.sampling, setting.tree),
+      DecodeSettings(setting.sampling, setting.batch_size, num_tokens, seed),
+      samples_per_text,
+      self.cells(texts, setting.sampling, samples_per_text, num_tokens),
+      self.processors,
+    )
+    if not joint.degrees:
+      details = (
+        "no prefix of an output is probable enough to be counted among "
+        f"{samples_per_text} samples of each text; give more as samples_per_text"
+      )
+      return Row(None, "samples", setting, "not checked", "", details)
+    impossible = f", {joint.num_impossible} of them impossible" if joint.num_impossible else ""
+    details = (
+      f"{joint.num_samples} outputs{impossible}, first {num_tokens} tokens in {joint.num_cells} "
+      f"cells; detects a total variation of {joint.detectable(level):.3f}"
+    )
+    return _p_value("samples", setting, joint.p_value, level, details)
+
+  def rounds(self, setting: Setting, num_draft_tokens: int, seed: int) -> RoundScores:
+    """Decode texts in a setting, and score the draft tokens and next tokens of the rounds."""
+    assert isinstance(setting.tree, Tree)
+    eos_id = ENDLESS if setting.is_long else None
+    decode = recorded(self.pair, setting.sampling, setting.tree, eos_id, self.processors)
+    limit = self.long_tokens if setting.is_long else min(ROUND_TOKENS, self.max_new_tokens)
+    settings = DecodeSettings(setting.sampling, setting.batch_size, limit, seed)
+    return score_rounds(self.pair, self.texts, decode, settings, num_draft_tokens, self.processors)
+
+
+def _cached(decode: Decode) -> Decode:
+  """Cache the results of argmax decoding, which do not depend on the random keys."""
+  results: dict[tuple, DecodeResult] = {}
+
+  def cached(prompt, keys, *, max_new_tokens: int) -> DecodeResult:
+    key = prompt.shape, np.asarray(prompt).tobytes(), max_new_tokens
+    if key not in results:
+      results[key] = require_finite(decode(prompt, keys, max_new_tokens=max_new_tokens))
+    return results[key]
+
+  return cached
+
+
+def _named(tree: AnyTree) -> str:
+  if isinstance(tree, DynamicTree):
+    return f"dynamic tree {tree.num_nodes}/{tree.depth}"
+  return f"gamma {tree.depth}" if tree.is_chain else f"tree {tree.parents}"
+
+
+def _p_value(check: str, setting: object, p_value: float, level: float, details: str) -> Row:
+  return Row(p_value >= level, check, setting, f"p = {p_value:.2g}", f"< {level:.1g}", details)
+
+
+def rounds_row(scored: RoundScores, setting: Setting, level: float) -> Row:
+  """Return the row of the tests of the rounds of one setting."""
+  assert isinstance(setting.tree, Tree)
+  count = max(positions(setting.tree)) + 1
+  draft_tokens = scored.at(*range(count))
+  what = f"{len(draft_tokens.position)} draft tokens, by position in a round"
+  power = functools.partial(_bias, draft_tokens, martingale.MAX_SETTING_WEIGHT)
+  return _of_drifts("rounds", setting, martingale.drifts(scored, count), level, what, power)
+
+
+def pooled_rows(scored: Sequence[RoundScores], level: float) -> Iterator[Row]:
+  """Yield the tests of the rounds of all settings together."""
+  level /= 5
+  every = martingale.joined(scored)
+  draft_tokens = every.where(every.position >= 0)
+  sampled = jax.tree.map(lambda x: x[every.next.spread > 0], every.next)
+  what = (
+    f"{draft_tokens.accepted.sum():.0f} of {len(draft_tokens.position)} draft tokens accepted, "
+  )
+  what += f"{draft_tokens.probability.sum():.1f} expected"
+  power: Callable[[float], str] = functools.partial(_bias, draft_tokens, martingale.MAX_WEIGHT)
+  weighted = {"weighted": [martingale.acceptance_drift(draft_tokens)]}
+  yield _of_drifts("acceptance", "all rounds", weighted, level, what, power)
+  for check, scores in (("draft_tokens", draft_tokens.draft_token), ("next tokens", sampled)):
+    by_kind = {kind: [martingale.token_drift(scores, kind)] for kind in martingale.TOKEN_SCORES}
+    power = functools.partial(_temperature, scores)
+    what = f"{len(scores.rank)} tokens"
+    yield _of_drifts(check, "all rounds", by_kind, level, what, power)
+  for where in ("within", "between"):
+    correlate = martingale.within_rounds if where == "within" else martingale.between_rounds
+    by_name: dict[str, Drift] = {}
+    for of_setting in map(correlate, scored):
+      for name, drift in of_setting.items():
+        by_name[name] = by_name[name].plus(drift) if name in by_name else drift
+    worst = min(by_name, key=lambda name: by_name[name].p_value)
+    what, least = f"{len(by_name)} correlations, the least p for", {worst: [by_name[worst]]}
+    check, of_each = f"independence {where} rounds", level / len(by_name)
+    yield _of_drifts(check, "all rounds", least, of_each, what)
+
+
+def _of_drifts(
+  check: str,
+  setting: object,
+  by_name: Mapping[str, Sequence[Drift]],
+  level: float,
+  what: str,
+  power: Callable[[float], str] = lambda level: "",
+) -> Row:
+  """Return the row of a test of several drifts, whose levels add up to `level`."""
+  p_values = [drift.p_value for drifts in by_name.values() for drift in drifts]
+  level /= len(p_values)
+  deviations = "; ".join(
+    f"{name} {', '.join(f'{drift.z:+.1f}' for drift in drifts)}" for name, drifts in by_name.items()
+  )
+  detected = power(level)
+  details = f"{what}: {deviations} standard deviations" + (detected and f"; {detected}")
+  return _p_value(check, setting, min(p_values), level, details)
+
+
+def _bias(draft_tokens: RoundScores, max_weight: float, level: float) -> str:
+  bias = martingale.detectable_bias(draft_tokens, level, max_weight=max_weight)
+  if math.isinf(bias):
+    return "too few draft tokens to detect any bias in acceptance"
+  return f"detects a bias of {bias:.2%} in acceptance"
+
+
+def _temperature(scores: Scores, level: float) -> str:
+  bias = martingale.detectable_temperature(scores, level)
+  if math.isinf(bias):
+    return "no token was sampled at random"
+  return f"detects a temperature wrong by {bias:.2%}"
+
+
+def _of_divergence(pair: Pair, text: int, d: Divergence) -> str:
+  expected, got = pair.vocabulary.pieces([d.autoregressive, d.speculative])
+  conclusion = "a tie" if d.is_tie else "a FAULT"
+  return (
+    f"text {text}, token {d.position + 1}: {expected!r} became {got!r}; their logits are "
+    f"{d.gap:.2g} apart where rounding moves them by up to {d.rounding:.2g}: {conclusion}"
+  )

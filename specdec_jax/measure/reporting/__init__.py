@@ -1,1 +1,0 @@
-"""Tables, figures and pages of records and rounds."""
