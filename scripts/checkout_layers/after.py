@@ -12,6 +12,7 @@ RENAMED = {
   "check_exactness.check_exactness": "check.check_exactness",
   "heads.speculator_config.num_layers": "heads.new_head.num_decoder_layers",
   "heads.speculator_config": "heads.new_head",
+  "num_guesses": "num_draft_tokens",
 }
 before.TABULATE = "experiments.tables"
 
