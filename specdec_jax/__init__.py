@@ -26,7 +26,6 @@ from specdec_jax.core.processors import LogitsProcessor
 from specdec_jax.core.sampling import Sampling
 from specdec_jax.core.trees import DynamicTree, Tree, branching, chain
 from specdec_jax.core.types import (
-  Context,
   DecodeResult,
   Draft,
   Model,
@@ -35,6 +34,7 @@ from specdec_jax.core.types import (
   Verification,
   Verifier,
 )
+from specdec_jax.core.context import Context
 from specdec_jax.core.verify.blocks import BlockVerifier
 from specdec_jax.core.verify.tokens import TokenVerifier
 from specdec_jax.drafts.backoff import backoff_ngrams

@@ -71,7 +71,7 @@ class Output:
     return None if self.logprobs is None else float(self.logprobs.sum())
 
   @property
-  def words(self) -> tuple[Round, ...]:
+  def round_texts(self) -> tuple[Round, ...]:
     """The rounds with tokens as text (`rounds.Round`); empty for a beam search."""
     return self._read() if self._read else ()
 
@@ -85,7 +85,7 @@ class Output:
   def show(self, console: Console | None = None) -> None:
     """Print each round: accepted tokens, [-rejected], [+the target's token]; see `round_text`."""
     console = console or Console()
-    lines = [round_text(words) for words in self.words]
+    lines = [round_text(texts) for texts in self.round_texts]
     console.print(Text("\n").join(lines), soft_wrap=True)
 
   def _repr_html_(self) -> str:

@@ -68,11 +68,11 @@ def test_generate_returns_the_texts_of_the_target(batch_size=2):
 
 def test_output_shows_its_rounds(capsys, monkeypatch):
   (output,) = own_pair().generate(TEXTS[:1], tree=(0, 0, 1), **SHORT)
-  assert "".join(w for r in output.words for w in r.emitted).strip()[:4] == output.text[:4]
+  assert "".join(w for r in output.round_texts for w in r.emitted).strip()[:4] == output.text[:4]
   output.show()
   lines = capsys.readouterr().out.splitlines()
-  assert len(lines) == sum(1 + len(r.branches) for r in output.words)
-  assert "[+" in lines[0] and len(output.words) == len(output.rounds.num_emitted)
+  assert len(lines) == sum(1 + len(r.branches) for r in output.round_texts)
+  assert "[+" in lines[0] and len(output.round_texts) == len(output.rounds.num_emitted)
   monkeypatch.setattr("rich.console._is_jupyter", lambda: True)
   monkeypatch.setattr("rich.jupyter.display", lambda *_: pytest.fail("displayed twice"))
   shown = output._repr_html_()

@@ -9,9 +9,9 @@ import pytest
 import tiny
 import tiny_pair
 
+from specdec_jax.core.context import Context
 from specdec_jax.core.sampling import Sampling
 from specdec_jax.core.trees import Tree, branching, chain
-from specdec_jax.core.types import Context
 from specdec_jax.drafts.backoff import BackoffDraft, backoff_ngrams, fit_backoff
 from specdec_jax.drafts.prompt_lookup import PromptLookupDraft
 from specdec_jax.drafts.several import FallbackDraft

@@ -13,9 +13,10 @@ from jax import Array
 from test_contract import RAGGED, RANDOM, T5_CONFIG, V, t5
 from test_learned import tiny_head
 
+from specdec_jax.core.context import Context
 from specdec_jax.core.sampling import distribution
 from specdec_jax.core.trees import DynamicTree, chain
-from specdec_jax.core.types import Context, DraftOptions
+from specdec_jax.core.types import DraftOptions
 from specdec_jax.drafts.heads import DraftHead, new_head
 from specdec_jax.drafts.heads.base import TargetOutputs
 from specdec_jax.errors import InputError

@@ -30,9 +30,10 @@ from specdec_jax import load as loading
 from specdec_jax.checkpoints.load import open_checkpoint
 from specdec_jax.checkpoints.save import save_model
 from specdec_jax.commands import train as commands
+from specdec_jax.core.context import Context
 from specdec_jax.core.sampling import distribution
 from specdec_jax.core.trees import chain
-from specdec_jax.core.types import Context, Outcome, Verification
+from specdec_jax.core.types import Outcome, Verification
 from specdec_jax.data.vocabularies import open_vocabulary
 from specdec_jax.drafts import composed
 from specdec_jax.drafts.heads import HEADS, DraftHead, new_head

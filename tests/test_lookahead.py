@@ -11,8 +11,9 @@ from jax import lax
 from tiny import speculative_decode
 
 from specdec_jax.core.arrays import take
+from specdec_jax.core.context import Context
 from specdec_jax.core.sampling import Sampling
-from specdec_jax.core.types import Context, Outcome
+from specdec_jax.core.types import Outcome
 from specdec_jax.core.verify.tokens import TokenVerifier
 from specdec_jax.drafts.lookahead import LookaheadDraft
 from specdec_jax.errors import InputError

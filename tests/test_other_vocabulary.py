@@ -10,9 +10,10 @@ import pytest
 import tiny
 import tiny_pair
 
+from specdec_jax.core.context import Context
 from specdec_jax.core.sampling import Sampling
 from specdec_jax.core.trees import DynamicTree, branching, chain
-from specdec_jax.core.types import Context, DraftOptions
+from specdec_jax.core.types import DraftOptions
 from specdec_jax.core.verify.tokens import TokenVerifier
 from specdec_jax.data.pieces import SentencePieces, train_sentence_pieces
 from specdec_jax.data.vocabularies import open_vocabulary

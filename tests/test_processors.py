@@ -17,6 +17,7 @@ import tiny
 import tiny_pair
 from test_verifiers import DRAFT_TOKENS, TREES, VERIFIERS, V, enumerated, exact, tables
 
+from specdec_jax.core.context import Context, Prefixes, node_prefixes
 from specdec_jax.core.decode import Decoder
 from specdec_jax.core.generation_config import GenerationConfig
 from specdec_jax.core.processors import (
@@ -25,17 +26,14 @@ from specdec_jax.core.processors import (
   FunctionProcessor,
   MinLength,
   NoRepeatNgram,
-  Prefixes,
   RepetitionPenalty,
   SequenceBias,
   TrieConstraint,
-  node_prefixes,
   process,
 )
 from specdec_jax.core.sampling import Sampling, distribution, row_keys
 from specdec_jax.core.settings import HashableArray
 from specdec_jax.core.trees import DynamicTree, Tree, chain
-from specdec_jax.core.types import Context
 from specdec_jax.core.verify.gumbel import GumbelVerifier
 from specdec_jax.drafts.hierarchical import HierarchicalDraft
 from specdec_jax.drafts.model import ModelDraft

@@ -9,10 +9,10 @@ import pytest
 import tiny
 from tiny import autoregressive_decode, speculative_decode
 
+from specdec_jax.core.context import Context
 from specdec_jax.core.decode import Decoder
 from specdec_jax.core.sampling import Sampling
 from specdec_jax.core.trees import DynamicTree, Tree, chain
-from specdec_jax.core.types import Context
 from specdec_jax.core.verify.tokens import TokenVerifier
 from specdec_jax.drafts.prompt_lookup import PromptLookupDraft
 from specdec_jax.errors import InputError

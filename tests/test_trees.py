@@ -13,6 +13,7 @@ import tiny
 import tiny_pair
 
 from specdec_jax import theory
+from specdec_jax.core.context import Context
 from specdec_jax.core.sampling import Sampling, row_keys
 from specdec_jax.core.trees import (
   DynamicTree,
@@ -23,7 +24,7 @@ from specdec_jax.core.trees import (
   require_chain,
   require_static,
 )
-from specdec_jax.core.types import Context, Outcome, Verification
+from specdec_jax.core.types import Outcome, Verification
 from specdec_jax.core.verify.blocks import BlockVerifier
 from specdec_jax.core.verify.k_seq import KSeqVerifier
 from specdec_jax.core.verify.tokens import TokenVerifier

@@ -21,12 +21,13 @@ from jax import Array
 from jaxtyping import Float, Int, Key
 from rich.console import Console
 
+from specdec_jax.core.context import Context
 from specdec_jax.core.counts import num_rounds, num_tokens
 from specdec_jax.core.decode import Decoder
 from specdec_jax.core.loading import DecodeSettings
 from specdec_jax.core.sampling import Sampling, row_keys
 from specdec_jax.core.trees import chain, require_chain
-from specdec_jax.core.types import Context, DecodeResult, Outcome, Params, Proposal, WrappedDraft
+from specdec_jax.core.types import DecodeResult, Outcome, Params, Proposal, WrappedDraft
 from specdec_jax.data.text import read_lines
 from specdec_jax.drafts.heads.base import Source
 from specdec_jax.drafts.heads.stateless import SpeculatorDraft, source_of

@@ -19,10 +19,11 @@ from specdec_jax.beams.forest import BeamContext, Forest
 from specdec_jax.beams.layout import PlacedNodes, move_nodes, slot_mask, write_block
 from specdec_jax.beams.verified import NO_ENTRY, find_child
 from specdec_jax.core.arrays import gather
-from specdec_jax.core.processors import Prefixes, process
+from specdec_jax.core.context import Context, Prefixes
+from specdec_jax.core.processors import process
 from specdec_jax.core.settings import Settings
 from specdec_jax.core.trees import Tree
-from specdec_jax.core.types import Context, Draft, DraftOptions, Model
+from specdec_jax.core.types import Draft, DraftOptions, Model
 from specdec_jax.errors import InputError, require_count
 
 
@@ -223,8 +224,8 @@ class ModelBeamDraft(BeamDraft):
     self, state: Any, context: BeamContext, path: Int[Array, "B K"], slot: Int[Array, " B"]
   ) -> Any:
     model, num_beams = self.draft.model, context.last_tokens.shape[1]
-    after_last_tokens = model.commit(state, context.slot + num_beams)
-    return model.commit(move_nodes(model, after_last_tokens, path - num_beams), slot)
+    cache = move_nodes(model, state, context.slot + num_beams, path - num_beams)
+    return model.commit(cache, slot)
 
 
 @dataclasses.dataclass(frozen=True)

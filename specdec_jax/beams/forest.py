@@ -16,7 +16,7 @@ from jaxtyping import Bool, Float, Int
 from specdec_jax.beams.layout import PlacedNodes, write_block
 from specdec_jax.beams.verified import NO_ENTRY, VerifiedNodes, continuation_log_prob
 from specdec_jax.core.arrays import gather
-from specdec_jax.core.processors import Prefixes
+from specdec_jax.core.context import Prefixes
 from specdec_jax.core.trees import reach
 
 

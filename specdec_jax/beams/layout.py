@@ -74,13 +74,13 @@ def write_block(
   return jax.vmap(write_row)(rows, block.astype(rows.dtype), slot)
 
 
-def move_nodes(model: Model, cache: Any, nodes: Int[Array, "B K"]) -> Any:
-  """Return the cache with selected nodes moved to the slots from `cache.length` on, in order.
+def move_nodes(model: Model, cache: Any, slot: Int[Array, " B"], nodes: Int[Array, "B K"]) -> Any:
+  """Return the cache with selected nodes moved to the slots from `slot` on, in order.
 
-  Before the move, node i is in slot `cache.length + i`.
+  Before the move, node i is in slot `slot + i`.
   """
-  shorter = model.commit(cache, cache.length - 1)
-  return model.commit(shorter, cache.length, path=nodes + 1)
+  # `commit` moves the nodes of a path to the slots after the first node of a block.
+  return model.commit(model.commit(cache, slot - 1), slot, path=nodes + 1)
 
 
 def concatenate_prefix(

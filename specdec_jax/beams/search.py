@@ -49,10 +49,11 @@ from specdec_jax.beams.verified import (
   prune,
 )
 from specdec_jax.core.arrays import gather, gather_one, gather_or_zero
+from specdec_jax.core.context import Context
 from specdec_jax.core.memory import require_memory
 from specdec_jax.core.processors import Processors, process
 from specdec_jax.core.settings import Settings, traced
-from specdec_jax.core.types import AnyArray, Context, DecodeResult, Model, Params, Rounds
+from specdec_jax.core.types import AnyArray, DecodeResult, Model, Params, Rounds
 from specdec_jax.errors import InputError, require_count, require_number
 
 
@@ -216,7 +217,7 @@ class BeamSearcher(Settings):
     if num_cached:  # without cached nodes, committed ones are in place already
       path_entries = gather(block.entries, path)
       moved = concatenate_prefix(path_entries, num_steps * self.num_beams, old_entries)
-      cache = move_nodes(self.target, self.target.commit(cache, context.slot), moved)
+      cache = move_nodes(self.target, cache, context.slot, moved)
 
     return state._replace(
       done=state.done | self._ended(state, live.beams) | ~finite,

@@ -26,8 +26,9 @@ from specdec_jax.core.arrays import (
   repeat_rows,
   split_rows,
 )
+from specdec_jax.core.context import Context, node_prefixes
 from specdec_jax.core.memory import require_memory
-from specdec_jax.core.processors import Processors, node_prefixes, process
+from specdec_jax.core.processors import Processors, process
 from specdec_jax.core.sampling import distribution, position_keys, split_keys
 from specdec_jax.core.settings import Settings, traced
 from specdec_jax.core.trees import (
@@ -39,7 +40,6 @@ from specdec_jax.core.trees import (
 )
 from specdec_jax.core.types import (
   AnyArray,
-  Context,
   DecodeResult,
   Draft,
   Model,

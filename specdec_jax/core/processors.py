@@ -12,7 +12,7 @@ of a trie, M the number of tokens per padded sequence, and F the number of force
 import abc
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -20,28 +20,9 @@ import numpy as np
 from jax import Array, lax
 from jaxtyping import Bool, Float, Int
 
-from specdec_jax.core.arrays import gather, place_tokens
+from specdec_jax.core.context import Prefixes
 from specdec_jax.core.settings import HashableArray, Settings, traced
-from specdec_jax.core.trees import AnyTree, chain
 from specdec_jax.errors import InputError, require_count
-
-
-class Prefixes(NamedTuple):
-  """Texts that end at the nodes of a block.
-
-  Attributes:
-    tokens: the text of each node, followed by zeros. For T5 it begins with the start token.
-    length: number of tokens of each text.
-    prompt_length: number of tokens before the first generated one.
-    limit: maximum length of the texts of each row.
-    prompt: padded prompts; for T5 the sources.
-  """
-
-  tokens: Int[Array, "B K T"]
-  length: Int[Array, "B K"]
-  prompt_length: Int[Array, " B"]
-  limit: Int[Array, " B"]
-  prompt: Int[Array, "B P"]
 
 
 class LogitsProcessor(Settings, abc.ABC):
@@ -66,49 +47,6 @@ def process(
   for processor in processors:
     processed = processor(processed, prefixes)
   return jnp.where((processed > -jnp.inf).any(axis=-1, keepdims=True), processed, logits)
-
-
-def node_prefixes(
-  context: Any,
-  draft_tokens: Int[Array, "B N"],
-  tree: AnyTree,
-  first: int = 0,
-  last: int | None = None,
-) -> Prefixes:
-  """Return the texts that end at nodes `first` to `last - 1` of a tree.
-
-  Args:
-    context: the `Context` of the round.
-    draft_tokens: draft tokens; those after node `last - 1` may be missing.
-  """
-  nodes = np.arange(tree.num_nodes)[first:last]
-  draft_tokens = jnp.pad(jnp.maximum(draft_tokens, 0), ((0, 0), (0, 1)))  # -1 was not proposed
-  slots, start = jnp.arange(context.tokens.shape[1]), context.length[:, None]
-  if tree.is_chain:
-    text = place_tokens(context.tokens, draft_tokens, context.length, draft_tokens.shape[1])[
-      :, None
-    ]
-    length = start + nodes
-  else:
-    # Each text is the committed tokens and the path to its node, one node per depth.
-    batch, depths, ancestors = len(draft_tokens), tree.row_depths, tree.row_ancestors[:, nodes]
-    at_depth = depths[:, None] == jnp.arange(1, tree.depth + 1)[:, None]
-    path = (ancestors[:, :, None] & at_depth[:, None]).argmax(axis=-1)  # [B or 1, nodes, D]
-    path = jnp.broadcast_to(path, (batch, *path.shape[1:])).reshape(batch, -1)
-    tokens = gather(draft_tokens, jnp.clip(path - 1, 0, draft_tokens.shape[1] - 1))
-    tokens = tokens.reshape(batch, len(nodes), -1)
-    offset = jnp.clip(slots - start, 0, tree.depth - 1)
-    offset = jnp.broadcast_to(offset[:, None], (batch, len(nodes), len(slots)))
-    text = jnp.take_along_axis(tokens, offset, axis=2)
-    text = jnp.where((slots < start)[:, None], context.tokens[:, None], text)
-    length = start + depths[:, nodes]
-  text = jnp.where(slots < length[..., None], text, 0)
-  return Prefixes(text, length, context.prompt_length, context.limit, context.prompt)
-
-
-def text_prefixes(context: Any) -> Prefixes:
-  """Return the committed text of each row, as the `Prefixes` of a block of one node."""
-  return node_prefixes(context, context.tokens[:, :0], chain(0))
 
 
 _ANY = -1  # matches every token at the beginning of a shorter sequence

@@ -24,7 +24,7 @@ import numpy as np
 from jax import Array
 from jaxtyping import Float, Int, Key
 
-from specdec_jax.core.arrays import gather_one, place_tokens
+from specdec_jax.core.context import Context
 from specdec_jax.core.processors import Processors
 from specdec_jax.core.sampling import Sampling
 from specdec_jax.core.settings import Settings
@@ -110,10 +110,10 @@ class Model(Protocol):
     tree: AnyTree | None = None,
     path: Int[Array, "B D"] | None = None,
   ) -> Any:
-    """Return the cache with `length` tokens in each row.
+    """Return the cache with length `length` in each row.
 
-    If the last block was a tree, the nodes of `path` are moved to the slots after the first node of
-    the tree. If it was a chain, the accepted tokens are already in place.
+    If `path` is given, its nodes of the last block are first moved to the slots after the first
+    node of the block. The accepted tokens of a chain are already in place.
     """
 
 
@@ -157,41 +157,6 @@ class WrappedModel:
     path: Int[Array, "B D"] | None = None,
   ) -> Any:
     return self.model.commit(cache, length, tree, path)
-
-
-class Context(NamedTuple):
-  """Inputs of a draft.
-
-  Attributes:
-    prompt: padded prompts.
-    tokens: committed tokens; slots from `length` on are unused.
-    length: number of committed tokens of each row.
-    target_cache: cache of the target, which holds length - 1 tokens.
-    hidden: hidden state of the target at the second to last committed token, from which the last
-      one is predicted; 0 if only one is committed, as before the first round of an encoder-decoder.
-    prompt_length: number of tokens before the first generated one, including forced tokens.
-    limit: maximum length of each row. Logits processors use it and `prompt_length`.
-    rng: key of each row, from which `core.sampling.position_keys` derives those of its positions.
-  """
-
-  prompt: Int[Array, "B P"]
-  tokens: Int[Array, "B T"]
-  length: Int[Array, " B"]
-  target_cache: Any
-  hidden: Float[Array, "B E"]
-  prompt_length: Int[Array, " B"] | None = None
-  limit: Int[Array, " B"] | None = None
-  rng: Key[Array, " B"] | None = None
-
-  @property
-  def last_token(self) -> Int[Array, " B"]:
-    """The last committed token of each row."""
-    return gather_one(self.tokens, self.length - 1)
-
-  def with_tokens(self, tokens: Int[Array, "B N"]) -> "Context":
-    """Return the context with more tokens, as if they were committed."""
-    placed = place_tokens(self.tokens, tokens, self.length, tokens.shape[1])
-    return self._replace(tokens=placed, length=self.length + tokens.shape[1])
 
 
 class Proposal(NamedTuple):

@@ -72,6 +72,10 @@ class Vocabulary(abc.ABC):
     """Return the token ids of the beginning of a target text, which have no special tokens."""
     return self.encode(text)[:-1]
 
+  def encode_output(self, text: str) -> list[int]:
+    """Return the token ids of a whole output of the model: those of a target text, and EOS."""
+    return [*self.encode_target(text), self.eos_id]
+
   @abc.abstractmethod
   def decode(self, ids: Iterable[int]) -> str:
     """Return the text of the ids before EOS, without special tokens and ids out of range."""

@@ -10,9 +10,10 @@ from jax import Array
 from jaxtyping import Int, Int32, Key, UInt32
 
 from specdec_jax.core.arrays import gather, take
+from specdec_jax.core.context import Context
 from specdec_jax.core.sampling import Sampling
 from specdec_jax.core.trees import AnyTree, require_static
-from specdec_jax.core.types import Context, Draft, DraftOptions, DraftSpec, Loaded, Proposal
+from specdec_jax.core.types import Draft, DraftOptions, DraftSpec, Loaded, Proposal
 from specdec_jax.data.text import read_lines
 from specdec_jax.errors import InputError, require_count
 from specdec_jax.models.t5 import PAD_ID
@@ -28,7 +29,7 @@ def backoff_ngrams(target: Loaded, path: str, order: int = 4, num_successors: in
     num_successors: number of successors to store per context.
   """
   vocabulary = target.vocabulary
-  rows = map(vocabulary.encode, read_lines(path))
+  rows = map(vocabulary.encode_output, read_lines(path))
   params = fit_backoff(rows, order, num_successors, vocabulary.start_id)
 
   def build(sampling: Sampling, tree: AnyTree, options=DraftOptions()) -> BackoffDraft:

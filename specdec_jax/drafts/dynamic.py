@@ -17,10 +17,11 @@ from jax import Array, lax
 from jaxtyping import Float, Int, Key
 
 from specdec_jax.core.arrays import gather
-from specdec_jax.core.processors import Processors, node_prefixes, process, text_prefixes
+from specdec_jax.core.context import Context, node_prefixes, text_prefixes
+from specdec_jax.core.processors import Processors, process
 from specdec_jax.core.sampling import Sampling
 from specdec_jax.core.trees import AnyTree, DynamicTree
-from specdec_jax.core.types import Context, Draft, DraftOptions, Model, Outcome, Proposal
+from specdec_jax.core.types import Draft, DraftOptions, Model, Outcome, Proposal
 from specdec_jax.drafts.model import ModelDraft, extend_last_tokens
 from specdec_jax.errors import InputError, require_count
 

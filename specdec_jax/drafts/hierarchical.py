@@ -8,17 +8,12 @@ from jax import Array
 from jaxtyping import Float, Int, Key
 
 from specdec_jax.core.arrays import gather, gather_or_zero, place_tokens, split_rows
+from specdec_jax.core.context import Context, Prefixes, text_prefixes
 from specdec_jax.core.decode import Decoder, DecodeState, empty_rounds
-from specdec_jax.core.processors import (
-  LogitsProcessor,
-  Prefixes,
-  process,
-  text_prefixes,
-)
+from specdec_jax.core.processors import LogitsProcessor, process
 from specdec_jax.core.sampling import Sampling, distribution, sample_logits
 from specdec_jax.core.trees import Tree, require_chain
 from specdec_jax.core.types import (
-  Context,
   Draft,
   DraftOptions,
   Model,

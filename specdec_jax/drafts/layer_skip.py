@@ -13,10 +13,10 @@ import jax.numpy as jnp
 from jax import Array
 from jaxtyping import Float, Int, Key
 
+from specdec_jax.core.context import Context
 from specdec_jax.core.sampling import Sampling
 from specdec_jax.core.trees import AnyTree, NodePlacement, require_static
 from specdec_jax.core.types import (
-  Context,
   DraftOptions,
   DraftSpec,
   Loaded,

@@ -17,17 +17,10 @@ from jax import Array, lax
 from jaxtyping import Float, Int, Key
 
 from specdec_jax.core.arrays import gather, take
+from specdec_jax.core.context import Context
 from specdec_jax.core.sampling import Sampling, argmax
 from specdec_jax.core.trees import AnyTree, Tree, chain, require_chain
-from specdec_jax.core.types import (
-  Context,
-  Draft,
-  DraftOptions,
-  DraftSpec,
-  Loaded,
-  Outcome,
-  Proposal,
-)
+from specdec_jax.core.types import Draft, DraftOptions, DraftSpec, Loaded, Outcome, Proposal
 from specdec_jax.drafts.several import joined_at_root
 from specdec_jax.errors import require_count
 from specdec_jax.models.t5 import PAD_ID

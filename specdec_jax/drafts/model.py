@@ -9,10 +9,11 @@ from jax import Array, lax
 from jaxtyping import Float, Int, Key
 
 from specdec_jax.core.arrays import gather, gather_one, split_rows
-from specdec_jax.core.processors import node_prefixes, process, text_prefixes
+from specdec_jax.core.context import Context, node_prefixes, text_prefixes
+from specdec_jax.core.processors import process
 from specdec_jax.core.sampling import Sampling, position_keys, sample_logits, sample_siblings
 from specdec_jax.core.trees import Tree
-from specdec_jax.core.types import Context, Draft, DraftOptions, Model, Outcome, Proposal
+from specdec_jax.core.types import Draft, DraftOptions, Model, Outcome, Proposal
 from specdec_jax.errors import require_count
 
 

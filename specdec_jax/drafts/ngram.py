@@ -14,9 +14,10 @@ from jaxtyping import Float, Int, Key
 
 from specdec_jax.core.arrays import split_rows
 from specdec_jax.core.atomic_files import atomic_write
+from specdec_jax.core.context import Context
 from specdec_jax.core.sampling import Sampling, sample_logits
 from specdec_jax.core.trees import AnyTree, require_chain
-from specdec_jax.core.types import Context, Draft, DraftOptions, DraftSpec, Loaded, Proposal
+from specdec_jax.core.types import Draft, DraftOptions, DraftSpec, Loaded, Proposal
 from specdec_jax.data.text import read_lines
 from specdec_jax.data.vocabulary import Vocabulary
 from specdec_jax.errors import InputError, require_count
@@ -34,7 +35,7 @@ def bigram(target: Loaded, path: str) -> DraftSpec:
 
 
 def _ngram(name: str, order: int, vocabulary: Vocabulary, path: str) -> DraftSpec:
-  rows, start_id = map(vocabulary.encode, read_lines(path)), vocabulary.start_id
+  rows, start_id = map(vocabulary.encode_output, read_lines(path)), vocabulary.start_id
   counts = fit_ngrams(rows, len(vocabulary), start_id=start_id)
 
   def build(sampling: Sampling, tree: AnyTree, options=DraftOptions()) -> NgramDraft:

@@ -14,8 +14,9 @@ from jax import Array
 from jaxtyping import Float, Int, Key
 
 from specdec_jax.core.arrays import gather, take
+from specdec_jax.core.context import Context
 from specdec_jax.core.trees import Tree, chain, require_chain
-from specdec_jax.core.types import Context, Outcome, Proposal, WrappedDraft
+from specdec_jax.core.types import Outcome, Proposal, WrappedDraft
 from specdec_jax.drafts.several import concatenated, joined_at_root, require_joinable
 from specdec_jax.errors import require_count
 from specdec_jax.models.t5 import PAD_ID

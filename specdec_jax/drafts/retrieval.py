@@ -23,9 +23,10 @@ from jaxtyping import Bool, Int, Key
 
 from specdec_jax.core.arrays import gather, gather_token
 from specdec_jax.core.atomic_files import atomic_write
+from specdec_jax.core.context import Context
 from specdec_jax.core.sampling import Sampling
 from specdec_jax.core.trees import AnyTree, DynamicTree, Tree
-from specdec_jax.core.types import Context, Draft, DraftOptions, DraftSpec, Loaded, Proposal
+from specdec_jax.core.types import Draft, DraftOptions, DraftSpec, Loaded, Proposal
 from specdec_jax.data.text import read_lines
 from specdec_jax.data.vocabulary import Vocabulary
 from specdec_jax.errors import InputError, require_count
@@ -72,7 +73,7 @@ def retrieval(
     store = cached_datastore(vocabulary, path)
   else:
     lines = [] if path is None else read_lines(path)
-    store = build_datastore(map(vocabulary.encode, lines), vocabulary.start_id, capacity)
+    store = build_datastore(map(vocabulary.encode_output, lines), vocabulary.start_id, capacity)
 
   def build(sampling: Sampling, tree: AnyTree, options=DraftOptions()) -> RetrievalDraft:
     return RetrievalDraft(tree, max_context, num_matches, tokens_per_match)
@@ -92,7 +93,7 @@ def cached_datastore(vocabulary: Vocabulary, path: str) -> Datastore:
     with contextlib.suppress(OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile):
       with np.load(cached_path) as arrays:
         return Datastore(*(jnp.asarray(arrays[name]) for name in Datastore._fields))
-  store = build_datastore(map(vocabulary.encode, lines), vocabulary.start_id)
+  store = build_datastore(map(vocabulary.encode_output, lines), vocabulary.start_id)
   if cache:
     with contextlib.suppress(OSError):  # it is not cached, and the next run builds it again
       cached_path.parent.mkdir(parents=True, exist_ok=True)

@@ -18,8 +18,9 @@ from jax import Array
 from jaxtyping import Float, Int, Key
 
 from specdec_jax.core.arrays import split_rows
+from specdec_jax.core.context import Context
 from specdec_jax.core.trees import AnyTree, Tree, chain, require_chain, require_static
-from specdec_jax.core.types import Context, Draft, Proposal
+from specdec_jax.core.types import Draft, Proposal
 from specdec_jax.errors import InputError
 from specdec_jax.models.t5 import PAD_ID
 

@@ -15,8 +15,9 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jaxtyping import Float, Key
 
+from specdec_jax.core.context import Context
 from specdec_jax.core.trees import Tree, require_chain
-from specdec_jax.core.types import Context, Outcome, Proposal, WrappedDraft
+from specdec_jax.core.types import Outcome, Proposal, WrappedDraft
 from specdec_jax.drafts.model import ModelDraft, depth_keys, sample_next
 from specdec_jax.errors import InputError, require_number
 from specdec_jax.models.t5 import PAD_ID

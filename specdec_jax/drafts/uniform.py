@@ -8,9 +8,10 @@ import jax.numpy as jnp
 from jax import Array
 from jaxtyping import Int, Key
 
+from specdec_jax.core.context import Context
 from specdec_jax.core.sampling import Sampling
 from specdec_jax.core.trees import AnyTree, require_static
-from specdec_jax.core.types import Context, Draft, DraftOptions, DraftSpec, Loaded, Proposal
+from specdec_jax.core.types import Draft, DraftOptions, DraftSpec, Loaded, Proposal
 
 
 def uniform(target: Loaded) -> DraftSpec:

@@ -14,10 +14,11 @@ import numpy as np
 from jax import Array
 
 from specdec_jax.core.arrays import gather
+from specdec_jax.core.context import Context
 from specdec_jax.core.processors import Processors
 from specdec_jax.core.sampling import Sampling, row_keys
 from specdec_jax.core.trees import AnyTree, DynamicTree, Tree, chain
-from specdec_jax.core.types import Context, DraftSpec, Outcome, Proposal
+from specdec_jax.core.types import DraftSpec, Outcome, Proposal
 from specdec_jax.drafts.model import ModelDraft
 from specdec_jax.pair import Pair
 

@@ -1,6 +1,6 @@
 """Logits after logits processors, at each token of a known output.
 
-The text before each token is taken from the output, not from `core.processors.node_prefixes`, which
+The text before each token is taken from the output, not from `core.context.node_prefixes`, which
 is under test.
 """
 
@@ -9,7 +9,8 @@ from jax import Array
 from jaxtyping import Float, Int
 
 from specdec_jax.core.arrays import gather
-from specdec_jax.core.processors import Prefixes, Processors, process
+from specdec_jax.core.context import Prefixes
+from specdec_jax.core.processors import Processors, process
 from specdec_jax.core.types import Model
 
 

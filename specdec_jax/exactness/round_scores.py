@@ -16,6 +16,7 @@ from jax import Array, lax
 from jaxtyping import Bool, Float, Int
 
 from specdec_jax.core.arrays import gather_token
+from specdec_jax.core.context import Context
 from specdec_jax.core.counts import require_finite
 from specdec_jax.core.decode import Decoder
 from specdec_jax.core.loading import DecodeSettings
@@ -23,7 +24,6 @@ from specdec_jax.core.processors import Processors
 from specdec_jax.core.sampling import Sampling, distribution, row_keys
 from specdec_jax.core.trees import Tree, require_static
 from specdec_jax.core.types import (
-  Context,
   DecodeResult,
   DraftOptions,
   Model,

@@ -15,9 +15,10 @@ from jax import Array, lax
 from jaxtyping import Float, Int
 
 from specdec_jax.core.arrays import gather, gather_or_zero
+from specdec_jax.core.context import Context
 from specdec_jax.core.sampling import Sampling, distribution
 from specdec_jax.core.trees import Tree, branching, chain
-from specdec_jax.core.types import Context, DecodeResult, Draft, Model
+from specdec_jax.core.types import DecodeResult, Draft, Model
 from specdec_jax.core.verify.lossy import emitted_distribution
 from specdec_jax.core.verify.tokens import draft_token_probs, within_lenience
 from specdec_jax.measure.records import Outputs

@@ -14,15 +14,9 @@ from jax import Array, lax
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Float, Int, Key
 
+from specdec_jax.core.context import Context
 from specdec_jax.core.trees import AnyTree, NodeLayout
-from specdec_jax.core.types import (
-  Context,
-  DraftOptions,
-  Outcome,
-  Proposal,
-  WrappedDraft,
-  WrappedModel,
-)
+from specdec_jax.core.types import DraftOptions, Outcome, Proposal, WrappedDraft, WrappedModel
 from specdec_jax.errors import InputError, require_count
 from specdec_jax.models.config import T5Config, TransformerConfig
 from specdec_jax.models.families import config_of

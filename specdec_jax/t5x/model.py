@@ -21,26 +21,12 @@ from t5x import models
 from specdec_jax.batching import decode_all
 from specdec_jax.beams import BeamResult, BeamSearcher, ModelBeamDraft
 from specdec_jax.core.arrays import gather, gather_token, repeat_rows
+from specdec_jax.core.context import Context, Prefixes, node_prefixes
 from specdec_jax.core.decode import Decoder
-from specdec_jax.core.processors import (
-  ForcedPrefix,
-  LogitsProcessor,
-  Prefixes,
-  Processors,
-  node_prefixes,
-  process,
-)
+from specdec_jax.core.processors import ForcedPrefix, LogitsProcessor, Processors, process
 from specdec_jax.core.sampling import Sampling, distribution
 from specdec_jax.core.trees import Tree, chain
-from specdec_jax.core.types import (
-  AnyArray,
-  Context,
-  DecodeResult,
-  DraftOptions,
-  Params,
-  Proposal,
-  Verifier,
-)
+from specdec_jax.core.types import AnyArray, DecodeResult, DraftOptions, Params, Proposal, Verifier
 from specdec_jax.core.verify.tokens import TokenVerifier
 from specdec_jax.drafts.model import ModelDraft
 from specdec_jax.errors import InputError, require_count

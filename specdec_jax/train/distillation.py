@@ -262,7 +262,8 @@ def parallel_text(
 
   Sources with more than `max_source_tokens` tokens are truncated, but keep their EOS.
   """
-  encoded_targets = encoded_lines(vocabulary, data, targets)
+  lines = (line for file in targets for line in read_lines(f"{data}/{file}"))
+  encoded_targets = [vocabulary.encode_output(line) for line in lines]
   if not sources:
     return ParallelText([vocabulary.encode("")] * len(encoded_targets), encoded_targets)
   rows, most = encoded_lines(vocabulary, data, sources), max_source_tokens

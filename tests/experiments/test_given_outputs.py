@@ -16,8 +16,8 @@ from tiny import autoregressive_decode
 from experiments.model_free_drafts import prepare
 from experiments.model_free_drafts.given_outputs import ARGMAX, RecitingModel, given_outputs
 from experiments.paper.paper import load_table
+from specdec_jax.core.context import Context
 from specdec_jax.core.trees import chain
-from specdec_jax.core.types import Context
 from specdec_jax.data.text import read_lines
 from specdec_jax.data.vocabularies import open_vocabulary
 from specdec_jax.data.vocabulary import PAD_ID, padded

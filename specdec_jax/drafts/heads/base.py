@@ -18,9 +18,10 @@ from jax import Array
 from jax.typing import ArrayLike
 from jaxtyping import Bool, Float, Int, Key, Shaped
 
+from specdec_jax.core.context import Context
 from specdec_jax.core.sampling import Sampling
 from specdec_jax.core.trees import AnyTree, Tree, require_static
-from specdec_jax.core.types import Context, Draft, DraftOptions
+from specdec_jax.core.types import Draft, DraftOptions
 from specdec_jax.drafts.layer_skip import require_layers
 from specdec_jax.errors import InputError
 from specdec_jax.models.config import T5Config, TransformerConfig

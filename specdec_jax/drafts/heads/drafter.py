@@ -25,9 +25,10 @@ from jax import Array
 from jaxtyping import Bool, Float, Int, Key
 
 from specdec_jax.core.arrays import gather
+from specdec_jax.core.context import Context
 from specdec_jax.core.sampling import Sampling
 from specdec_jax.core.trees import AnyTree, NodePlacement
-from specdec_jax.core.types import Context, DraftOptions, Proposal
+from specdec_jax.core.types import DraftOptions, Proposal
 from specdec_jax.drafts.heads.base import (
   DraftHead,
   DraftLogits,

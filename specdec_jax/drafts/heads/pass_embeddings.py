@@ -15,9 +15,10 @@ from jax import Array
 from jaxtyping import Key
 
 from specdec_jax.core.arrays import gather
+from specdec_jax.core.context import Context
 from specdec_jax.core.sampling import Sampling
 from specdec_jax.core.trees import AnyTree, Tree, require_chain
-from specdec_jax.core.types import Context, Draft, DraftOptions, Proposal
+from specdec_jax.core.types import Draft, DraftOptions, Proposal
 from specdec_jax.drafts.heads.base import (
   DraftHead,
   DraftLogits,

@@ -33,9 +33,10 @@ from jax import Array, lax
 from jaxtyping import Bool, Float, Int, Key
 
 from specdec_jax.core.arrays import gather, take, write_slots
+from specdec_jax.core.context import Context
 from specdec_jax.core.sampling import Sampling
 from specdec_jax.core.trees import AnyTree, DynamicTree, NodeLayout, NodePlacement, Tree
-from specdec_jax.core.types import Context, Draft, DraftOptions, Outcome, Proposal
+from specdec_jax.core.types import Draft, DraftOptions, Outcome, Proposal
 from specdec_jax.drafts.dynamic import DynamicDraft
 from specdec_jax.drafts.heads.base import (
   DraftHead,

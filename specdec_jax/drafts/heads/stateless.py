@@ -20,9 +20,10 @@ from jax import Array
 from jaxtyping import Float, Int, Key
 
 from specdec_jax.core.arrays import gather, take
+from specdec_jax.core.context import Context
 from specdec_jax.core.sampling import Sampling
 from specdec_jax.core.trees import AnyTree, DynamicTree, Tree
-from specdec_jax.core.types import Context, Draft, DraftOptions, Proposal
+from specdec_jax.core.types import Draft, DraftOptions, Proposal
 from specdec_jax.drafts.dynamic import grow, require_candidates
 from specdec_jax.drafts.heads.base import (
   DraftHead,
