@@ -12,6 +12,7 @@ the arguments of the experiment:
 """
 
 import ast
+import inspect
 import os
 import sys
 import tokenize
@@ -138,12 +139,13 @@ def parse_gin(
 ) -> None:
   """Parse gin files, then bindings 'name = value', which override those in the files.
 
-  If the files load a pair of models, bindings may also set the macros of
-  gin/models/checkpoints.gin.
+  A macro is also the value of the parameter of the run's function that has its name in lower case,
+  unless a file binds the parameter. If the files define the macro PAIR, bindings may also set the
+  macros of gin/models/checkpoints.gin.
 
   Raises:
-    InputError: a binding is invalid, or sets a macro that no file defines or uses; a required macro
-      has no value.
+    InputError: a binding is invalid, or sets a macro that no file defines or uses and that is not a
+      parameter of the run's function; a required macro has no value.
   """
   _parse_files(files, search_paths)
   names = {binding.partition("=")[0].strip() for binding in bindings}
@@ -152,6 +154,11 @@ def parse_gin(
   known = {*macros()}
   try:
     gin.parse_config(bindings)
+    selector, parameters = _parameters()
+    known |= {name.upper() for name in parameters}
+    for name in parameters:
+      if name.upper() in macros():
+        gin.parse_config(f"{selector}.{name} = %{name.upper()}")
     references = gin.config.iterate_references(gin.config._CONFIG)
     known |= {ref.config_key[0] for ref in references if ref.config_key[1] == "gin.macro"}
     if unknown := names & {*macros()} - known:
@@ -167,6 +174,17 @@ def _parse_files(files: Sequence[str], search_paths: Sequence[str]) -> None:
     gin.add_config_file_search_path(folder)
   for file in files:
     gin.parse_config_file(file)
+
+
+def _parameters() -> tuple[str, dict[str, inspect.Parameter]]:
+  """Return the gin selector of the run's function, and its parameters that no file binds."""
+  experiment = gin.get_bindings(run, resolve_references=False).get("experiment")
+  if not isinstance(experiment, gin.config.ConfigurableReference):
+    return "", {}
+  selector = experiment.scoped_selector
+  bound = gin.get_bindings(selector, resolve_references=False)
+  parameters = inspect.signature(experiment.configurable.wrapped).parameters
+  return selector, {name: x for name, x in parameters.items() if name not in bound}
 
 
 def macros() -> dict[str, object]:
@@ -189,7 +207,10 @@ def _help(values: flags.FlagValues) -> str:
 def _help_of_run(files: Sequence[str], values: flags.FlagValues) -> str:
   _parse_files(files, values.gin_search_paths)
   lines = [_USAGE, *(gin_files.header(file) for file in files), "", "Settings:"]
-  lines += [f"  --{name.lower()} {value!r}" for name, value in macros().items()]
+  defaults = {name.upper(): x.default for name, x in _parameters()[1].items()}
+  settings = {**macros(), **{k: v for k, v in defaults.items() if k not in macros()}}
+  required = inspect.Parameter.empty
+  lines += [f"  --{k.lower()} {'' if v is required else repr(v)}" for k, v in settings.items()]
   if "PAIR" in macros():
     lines += ["", f"Your own models ({_CHECKPOINTS}): {_as_flags(_CHECKPOINT_MACROS)}"]
   return "\n".join(lines)

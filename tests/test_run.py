@@ -50,15 +50,11 @@ GIN = f"""{HEADER}
 OUTPUT_DIR = %gin.REQUIRED
 GAMMA = 4
 run.run.experiment = @tiny_work.work
-tiny_work.work:
-  output_dir = %OUTPUT_DIR
-  gamma = %GAMMA
 """
 
 STUDY = f"""{HEADER}
 NAMES = ()
 run.run.experiment = @tiny_work.compile_something
-tiny_work.compile_something.names = %NAMES
 """
 
 OUT = "--output_dir=out"
@@ -104,6 +100,19 @@ def error(capsys, *args: str) -> str:
   err = capsys.readouterr().err
   assert err.startswith("error: ") and err.count("\n") == 1, err
   return err
+
+
+@pytest.mark.parametrize(
+  "bindings, gamma",
+  [
+    ("", 4),  # the macro GAMMA is the value of the parameter gamma
+    ("tiny_work.work.gamma = 5", 5),
+    ("tiny_work.work.gamma = %OTHER\nOTHER = 6", 6),
+  ],
+)
+def test_macro_is_the_value_of_a_parameter_that_no_file_binds(folder, capsys, bindings, gamma):
+  (folder / "work.gin").write_text(GIN + bindings)
+  assert output(capsys, "--gin_file=work.gin", OUT) == f"gamma {gamma}\n"
 
 
 @pytest.mark.parametrize(
@@ -194,8 +203,14 @@ def test_help_of_a_run_has_its_comment_and_its_settings(folder, capsys):
     (["--gin_file=nosuch.gin"], ["Unable to open file: nosuch.gin."]),
     (["--gin_file"], ["gin_file"]),
     (["--gin_file=work.gin"], ["OUTPUT_DIR", "%gin.REQUIRED"]),
-    (["--gin_file=work.gin", OUT, "--gama", "3"], ["no setting --gama; there are --gamma, --out"]),
-    (["--gin_file=work.gin", OUT, "--gin.GAMA=3"], ["no setting --gama; there are --gamma"]),
+    (
+      ["--gin_file=work.gin", OUT, "--gama", "3"],
+      ["no setting --gama; there are --fault, --gamma, --out"],
+    ),
+    (
+      ["--gin_file=work.gin", OUT, "--gin.GAMA=3"],
+      ["no setting --gama; there are --fault, --gamma"],
+    ),
     (["--gin_file=work.gin", OUT, "--gin_bindings=GAMA=3"], ["no setting --gama; there are"]),
     (["--gin_file=work.gin", OUT, "--target=3"], ["no setting --target"]),
     (["--gin_file=work.gin", OUT, "--gin.GAMMA=(3"], ["EOF"]),
