@@ -154,36 +154,54 @@ def sample_siblings(
     The children, node by node, and the distribution of each given its earlier siblings: a one-hot
     where it was selected deterministically.
   """
-  width, vocab = int(counts.max()), jnp.arange(logits.shape[-1])
-  remaining = distribution(logits, sampling)  # without earlier siblings
+  width, nodes = int(counts.max()), np.arange(len(counts))
   keys = jax.vmap(lambda key: jax.random.split(key, (width, len(counts))))(rng)  # [B, W, nodes]
-  scores = logits  # the largest one is the next token, if it is not sampled
+  remaining = distribution(logits, sampling)  # p without earlier siblings
+  if independent:
+    parents, ranks = np.repeat(nodes, counts), np.concatenate([*map(np.arange, counts)])
+    q = take(remaining, parents)
+    return _sample_nodes(keys[:, ranks, parents], q), q
+  scores = None  # logits whose argmax is the next token, if it is not sampled
   if coupled:
     scores = perturbed(jnp.broadcast_to(rng[:, None], logits.shape[:2]), logits, sampling)
-  nodes, tokens, q, parents = np.arange(len(counts)), [], [], []
+  elif sampling.is_argmax:
+    scores = logits
+  levels = []  # of siblings with the same rank
   for rank in range(width):
-    again = np.flatnonzero(counts[nodes] > rank)  # nodes that have a child of this rank
-    nodes = nodes[again]
-    logits, remaining, scores = (take(x, again) for x in (logits, remaining, scores))
-    best, probs = argmax(logits), remaining  # `best` is certain once nothing remains
-    if rank > 0 and not independent:
-      mass = remaining.sum(axis=-1, keepdims=True)
-      certain = jax.nn.one_hot(best, len(vocab))
-      probs = jnp.where(mass > 0, remaining / jnp.where(mass > 0, mass, 1.0), certain)
-    if coupled or sampling.is_argmax:
-      token = jnp.where(scores.max(axis=-1) > -jnp.inf, argmax(scores), best)
+    has_child = np.flatnonzero(counts[nodes] > rank)
+    nodes = nodes[has_child]
+    logits, remaining, scores = jax.tree.map(
+      lambda x, rows=has_child: take(x, rows), (logits, remaining, scores)
+    )
+    q = _renormalized(remaining, logits) if rank else remaining
+    if scores is None:
+      token = _sample_nodes(take(keys[:, rank], nodes), q)
     else:
-      rank_keys = take(keys[:, rank], nodes).reshape(-1)
-      token = sample(rank_keys, probs.reshape(-1, len(vocab))).reshape(best.shape)
-    if not independent:
-      is_taken = token[..., None] == vocab
-      remaining = jnp.where(is_taken, 0.0, remaining)
-      logits, scores = (jnp.where(is_taken, -jnp.inf, x) for x in (logits, scores))
-    tokens.append(token)
-    q.append(probs)
-    parents.append(nodes)
-  by_node = np.argsort(np.concatenate(parents), kind="stable")
-  return take(jnp.concatenate(tokens, axis=1), by_node), take(jnp.concatenate(q, axis=1), by_node)
+      token = argmax(jnp.where(scores.max(axis=-1, keepdims=True) > -jnp.inf, scores, logits))
+    is_taken = token[..., None] == jnp.arange(logits.shape[-1])
+    remaining = jnp.where(is_taken, 0.0, remaining)
+    logits, scores = jax.tree.map(
+      lambda x, mask=is_taken: jnp.where(mask, -jnp.inf, x), (logits, scores)
+    )
+    levels.append((nodes, token, q))
+  parents, tokens, probs = zip(*levels, strict=True)
+  order = np.argsort(np.concatenate(parents), kind="stable")  # node by node
+  return take(jnp.concatenate(tokens, axis=1), order), take(jnp.concatenate(probs, axis=1), order)
+
+
+def _renormalized(
+  weights: Float[Array, "B nodes V"], logits: Float[Array, "B nodes V"]
+) -> Float[Array, "B nodes V"]:
+  """Return weights divided by their sum; where all are 0, a one-hot at the largest logit."""
+  mass = weights.sum(axis=-1, keepdims=True)
+  most_probable = jax.nn.one_hot(argmax(logits), logits.shape[-1])
+  return jnp.where(mass > 0, weights / jnp.where(mass > 0, mass, 1.0), most_probable)
+
+
+def _sample_nodes(
+  keys: Key[Array, "B nodes"], probs: Float[Array, "B nodes V"]
+) -> Int[Array, "B nodes"]:
+  return sample(keys.reshape(-1), probs.reshape(-1, probs.shape[-1])).reshape(keys.shape)
 
 
 def sample(rng: Key[Array, " B"], weights: Float[Array, "B V"]) -> Int[Array, " B"]:
