@@ -24,6 +24,7 @@ from specdec_jax.core.counts import require_finite
 from specdec_jax.core.decode import Decoder, DecodeState
 from specdec_jax.core.sampling import split_keys
 from specdec_jax.core.types import AnyArray, DecodeResult, Params
+from specdec_jax.errors import InputError
 
 NO_TEXT = -1  # index of a row that has no text
 # Fields of the state that `Decoder.result` reads.
@@ -32,14 +33,20 @@ _WINDOW = 16  # number of blocks that are formed together, from texts of similar
 
 
 class Rows(NamedTuple):
-  """Rows of a batch, and the index of the text of each; NO_TEXT if there is none, or no more."""
+  """Rows of a batch, and the index of each row's text; NO_TEXT for a row without a text."""
 
   state: DecodeState
   text: Int[Array, " B"]
 
 
 class Texts(NamedTuple):
-  """Texts to decode. `prompt_of` returns the prompts of given texts, all padded to one width P."""
+  """Texts to decode.
+
+  Attributes:
+    prompt_of: function from indices of texts to their prompts, all padded to one width P.
+    lengths: number of tokens of each prompt.
+    limit: maximum number of new tokens of each text.
+  """
 
   prompt_of: Callable[[np.ndarray], AnyArray]
   lengths: Sequence[int]
@@ -48,7 +55,10 @@ class Texts(NamedTuple):
 
 
 class Block(NamedTuple):
-  """Texts that are prefilled together, with their indices `text`; NO_TEXT for copies of them."""
+  """Texts that are prefilled together.
+
+  `text` has their indices. Rows that only fill up the block repeat a text and have NO_TEXT.
+  """
 
   prompt: Int[Array, "B P"]
   rng: Key[Array, " B"]
@@ -62,7 +72,7 @@ def prefill(
   """Return the rows of a block before their first round; rows without a text are done.
 
   Encoders read `width` tokens of each source; the others are padding. With None they read all.
-  `width` has no effect if the shape of another cache than a `T5Cache` depends on it.
+  `width` is ignored if a cache that is not a `T5Cache` has a shape that depends on it.
   """
 
   def init(width: int | None) -> DecodeState:
@@ -190,11 +200,12 @@ def decode_texts(
   max_new_tokens: int,
   has_encoder: bool,
 ) -> Iterator[tuple[int, DecodeResult, int]]:
-  """Decode texts, `num_slots` at a time.
+  """Decode more than `num_slots` texts, `num_slots` at a time.
 
-  Texts are prefilled in blocks of `num_slots`. So that encoders read little padding, each block has
-  sources of similar length from the next `_WINDOW` blocks. The host waits for results once per
-  block, while the device decodes the next one. `max_new_tokens` is the room of a slot.
+  Texts are prefilled in blocks of `num_slots`. So that encoders read little padding, the texts of
+  `_WINDOW` blocks are sorted by length before they are divided into blocks. The host waits for
+  results once per block, while the device decodes the next one. `max_new_tokens` is the largest
+  limit of a text.
 
   Yields:
     For each text, in the order in which they end, its index, a result, and its row in the result.
@@ -218,18 +229,16 @@ def decode_texts(
     width = min(longest, block.prompt.shape[1]) if has_encoder else None
     waiting = _prefill(decoder, params, block, max_new_tokens=max_new_tokens, width=width)
     if slots is None:
-      slots, first_block = waiting, block
+      slots = waiting
       continue
     earlier = used
     slots, used = _run(decoder, params, slots, waiting, min_active=num_slots, first=0)
     if earlier is not None:  # the device decodes the next block meanwhile
       yield from _finished(decoder, earlier)
-  if slots is None:
-    return
-  if used is None:  # there was only one block; any other serves as the argument of `run`
-    used = _prefill(decoder, params, first_block, max_new_tokens=max_new_tokens)
-  else:
-    yield from _finished(decoder, used)
+    del earlier  # which frees its caches before the next block is prefilled
+  if slots is None or used is None:
+    raise InputError(f"There are {len(order)} texts, not more than num_slots, {num_slots}.")
+  yield from _finished(decoder, used)
   # No row waits any more. These are the shapes of the loop above, so that one program serves both.
   slots, _ = _run(decoder, params, slots, used, min_active=1, first=num_slots)
   yield from _finished(decoder, slots)

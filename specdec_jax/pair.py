@@ -82,7 +82,7 @@ class Pair:
 
   @property
   def vocabulary(self) -> Vocabulary:
-    """Vocabulary of both models."""
+    """Vocabulary of the target; every draft proposes ids of this vocabulary."""
     return self.target.vocabulary
 
   @property

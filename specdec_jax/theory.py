@@ -26,7 +26,7 @@ def expected_tokens(alpha, gamma):
   """Return E[tokens per round] = (1 - alpha^(gamma+1)) / (1 - alpha) (Equation 1)."""
   alpha, gamma = _rate(alpha), np.asarray(gamma)
   if not np.all((gamma >= 0) & (gamma % 1 == 0)):
-    raise InputError(f"gamma is {gamma}; the number of guesses is a whole number, at least 0.")
+    raise InputError(f"gamma is {gamma}; the number of draft tokens is a whole number, at least 0.")
   # The sum 1 + alpha + ... + alpha^gamma keeps digits that the fraction loses near alpha = 1.
   powers = np.arange(np.max(gamma, initial=0) + 1)
   return np.where(powers <= gamma[..., None], alpha[..., None] ** powers, 0.0).sum(axis=-1)

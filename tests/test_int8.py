@@ -28,7 +28,7 @@ needs_kernels = pytest.mark.skipif(
   not skinny.is_available(), reason="needs a C++ compiler and a CPU, one device"
 )
 KERNELS = ["xla", pytest.param("auto", marks=needs_kernels)]
-TARGET_LOGITS = "heads", "pass", "early_exit"  # heads that use the target's output matrix
+TARGET_LOGITS = [kind for kind, head in HEADS.items() if head.uses_target_logits]
 
 
 def name_of(path) -> str:

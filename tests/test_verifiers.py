@@ -177,7 +177,8 @@ def by_samples(tree, x, q, p):
   samples = np.array([*itertools.product(range(V), repeat=tree.num_nodes)])
   parents = jnp.tile(jnp.array(tree.parents, jnp.int32), (len(samples), 1))
   dynamic = DynamicTree(tree.num_draft_tokens, tree.depth, parents)
-  verification = tokens.follow(dynamic, jnp.tile(x[0], (len(samples), 1)), jnp.array(samples))
+  draft_tokens = tokens.without_repeats(dynamic, jnp.tile(x[0], (len(samples), 1)))
+  verification = tokens.follow(dynamic, draft_tokens, jnp.array(samples))
   prob = np.take_along_axis(np.float64(p), samples[..., None], axis=-1)[..., 0].prod(axis=-1)
   follows = np.zeros((1, tree.num_nodes, V))
   np.add.at(follows, (0, np.asarray(verification.path).max(axis=1), verification.next_token), prob)
@@ -271,6 +272,12 @@ def test_dynamic_tree_emits_the_targets_distribution(shape):
   joint, length = emitted(tree, p, proposals, by_samples)
   np.testing.assert_allclose(joint, exact(p), atol=ATOL)
   assert length == pytest.approx(emitted(tree, p, proposals, by_tokens)[1], abs=1e-5)
+
+
+def test_dynamic_tree_with_equal_siblings_emits_the_targets_distribution():
+  tree, p, (x, q, prob) = problem("ragged", "deterministic")
+  joint, _ = emitted(tree, p, (np.zeros_like(x), q, prob), by_samples)
+  np.testing.assert_allclose(joint, exact(p), atol=ATOL)
 
 
 # Comparisons of the verifiers.

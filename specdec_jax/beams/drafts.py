@@ -3,7 +3,7 @@
 A draft determines how many search steps are possible per target forward pass. It does not influence
 the result of a step.
 
-Axis letters are those of `beam_search`.
+Axis letters are those of `beams`.
 """
 
 import abc

@@ -4,7 +4,7 @@ Nodes 0 to w - 1 of a forest are the last tokens of the live beams, and nodes w 
 draft tokens after them. A target forward pass covers the first nodes that are not yet verified, at
 most M of them.
 
-Axis letters are those of `beam_search`.
+Axis letters are those of `beams`.
 """
 
 from typing import Any, NamedTuple

@@ -10,7 +10,7 @@ them.
 Each beam has a mask of the slots that hold its text. Therefore the slots do not have to be
 reordered when beams change places.
 
-Axis letters are those of `beam_search`.
+Axis letters are those of `beams`.
 """
 
 import dataclasses

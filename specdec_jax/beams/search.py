@@ -10,7 +10,7 @@ steps of plain beam search. Verified nodes that continue live beams are cached f
 Shapes are fixed, and one jitted loop runs the search for all rows of a batch. Plain beam search is
 the same loop with a draft that proposes nothing (`NullBeamDraft`).
 
-Axis letters are those of `beam_search`.
+Axis letters are those of `beams`.
 """
 
 import dataclasses
@@ -416,7 +416,7 @@ class BeamSearcher(Settings):
     require_count("max_new_tokens", max_new_tokens)
     if self.target.vocab_size < self._num_top:
       raise InputError(
-        f"beams is {self.num_beams}, and each step considers twice as many continuations, more "
+        f"beams is {self.num_beams}, and each step considers {self._num_top} continuations, more "
         f"than the vocabulary's {self.target.vocab_size}; lower it."
       )
     # Scores are float32: the longest text's must not be rounded to 0.

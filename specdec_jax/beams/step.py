@@ -3,7 +3,7 @@
 With the rules of t5x, the step equals that of t5x's `decoding.beam_search`, including the order of
 equal scores.
 
-Axis letters are those of `beam_search`.
+Axis letters are those of `beams`.
 """
 
 import dataclasses

@@ -5,7 +5,7 @@ earlier passes, and entries Q to J - 1 are the nodes of the current pass. The ta
 the nodes in that order, in the slots after the committed tokens. The entry of a node that is not
 verified is `NO_ENTRY`.
 
-Axis letters are those of `beam_search`.
+Axis letters are those of `beams`.
 """
 
 from typing import NamedTuple

@@ -298,7 +298,7 @@ def branching(*widths: int) -> Tree:
 
 
 def require_tree_memory(num_nodes: int) -> None:
-  """Raise InputError unless memory could hold the attention mask [K, K] of a tree of K nodes."""
+  """Raise InputError unless memory could hold [K, K] float32 values of a tree of K nodes."""
   require_host_memory(f"a tree of {num_nodes} nodes", num_nodes**2 * np.float32().itemsize)
 
 

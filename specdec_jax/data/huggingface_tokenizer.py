@@ -1,4 +1,4 @@
-"""Vocabularies of the libraries tokenizers (tokenizer.json) and transformers (other files)."""
+"""Vocabularies read by the library tokenizers or, for other files and languages, transformers."""
 
 import pathlib
 import re

@@ -21,6 +21,7 @@ from specdec_jax.core.trees import (
 from specdec_jax.core.types import BuildDraft, Draft, DraftOptions, DraftSpec, Loaded
 from specdec_jax.drafts.backoff import backoff_ngrams
 from specdec_jax.drafts.hierarchical import HierarchicalDraft
+from specdec_jax.drafts.model import ModelDraft
 from specdec_jax.drafts.prompt_lookup import prompt_lookup
 from specdec_jax.drafts.recycling import RecyclingDraft
 from specdec_jax.drafts.several import CascadeDraft, FallbackDraft, ForestDraft
@@ -45,7 +46,7 @@ def hierarchical_draft(
   def build(sampling: Sampling, tree: AnyTree, options=DraftOptions()) -> HierarchicalDraft:
     options = DraftOptions(options.processors, reread=options.reread)
     tree = require_static("a hierarchical draft", tree)
-    outer: Any = model.build(sampling, tree, options)  # a `ModelDraft`
+    outer = _build_model(model, sampling, tree, options)
     inner_options = dataclasses.replace(options, reread=options.reread + 2)
     draft_tokens = cheaper.build(sampling, chain(inner_gamma), inner_options)
     return HierarchicalDraft(outer.model, draft_tokens, sampling, tree, options)
@@ -58,16 +59,16 @@ def forest_draft(target: Loaded, drafts: Sequence[LoadsDraft]) -> DraftSpec:
 
   Each draft proposes the whole requested tree. A draft that is given twice is sampled twice.
   """
-  factories = [draft(target) for draft in drafts]
+  specs = [draft(target) for draft in drafts]
 
   def build(sampling: Sampling, tree: AnyTree, options=DraftOptions()) -> ForestDraft:
-    depth = max(factory.build(sampling, tree, options).tree.depth for factory in factories)
+    depth = max(spec.build(sampling, tree, options).tree.depth for spec in specs)
     options = _rereading(options, depth + 1)
-    drafts = tuple(factory.build(sampling, tree, options) for factory in factories)
+    drafts = tuple(spec.build(sampling, tree, options) for spec in specs)
     return ForestDraft(drafts, len(target.vocabulary))
 
-  name = " and ".join(factory.name for factory in factories)
-  return _joined(name, build, factories)
+  name = " and ".join(spec.name for spec in specs)
+  return _joined(name, build, specs)
 
 
 def cascade_draft(target: Loaded, drafts: Sequence[LoadsDraft], gammas: Sequence[int]) -> DraftSpec:
@@ -84,22 +85,22 @@ def cascade_draft(target: Loaded, drafts: Sequence[LoadsDraft], gammas: Sequence
     )
   for gamma in gammas:
     require_count("gamma", gamma)
-  factories = [draft(target) for draft in drafts]
+  specs = [draft(target) for draft in drafts]
 
   def build(sampling: Sampling, tree: AnyTree, options=DraftOptions()) -> CascadeDraft:
     require_chain("a cascade", tree)
     built, missing = [], tree.depth
-    for factory, gamma in zip(factories, (*gammas, tree.depth)):
+    for spec, gamma in zip(specs, (*gammas, tree.depth)):
       if missing:
         # A draft has not processed what a round commits, nor the tokens of the drafts before it.
         reread = tree.depth + 1 + tree.depth - missing
         part = chain(min(gamma, missing))
-        built.append(factory.build(sampling, part, _rereading(options, reread)))
+        built.append(spec.build(sampling, part, _rereading(options, reread)))
         missing -= part.depth
     return CascadeDraft(tuple(built), len(target.vocabulary))
 
-  name = ", then ".join(factory.name for factory in factories)
-  return _joined(name, build, factories)
+  name = ", then ".join(spec.name for spec in specs)
+  return _joined(name, build, specs)
 
 
 def tree_draft(
@@ -124,26 +125,26 @@ def tree_draft(
       )  # depth 1: the best token only
     return branching(*(*widths, *[1] * (depth - len(widths)))[:depth])
 
-  factory = draft(target)
+  spec = draft(target)
 
   def build(sampling: Sampling, tree: AnyTree, options=DraftOptions()) -> Draft:
-    return factory.build(sampling, shape(tree.depth), options)
+    return spec.build(sampling, shape(tree.depth), options)
 
   size = f"tree of {num_draft_tokens}" if num_draft_tokens else f"tree {'x'.join(map(str, widths))}"
-  return dataclasses.replace(factory, name=f"{factory.name}, {size}", build=build, path=None)
+  return dataclasses.replace(spec, name=f"{spec.name}, {size}", build=build, path=None)
 
 
 def prompt_lookup_or_ngrams(
   target: Loaded, path: str, max_ngram: int = 3, order: int = 4
 ) -> DraftSpec:
   """Return a draft that uses `prompt_lookup` and falls back to `backoff_ngrams`."""
-  factories = prompt_lookup(target, max_ngram), backoff_ngrams(target, path, order)
+  specs = prompt_lookup(target, max_ngram), backoff_ngrams(target, path, order)
 
   def build(sampling: Sampling, tree: AnyTree, options=DraftOptions()) -> FallbackDraft:
-    return FallbackDraft(tuple(factory.build(sampling, tree, options) for factory in factories))
+    return FallbackDraft(tuple(spec.build(sampling, tree, options) for spec in specs))
 
-  name = "-or-".join(factory.name for factory in factories)
-  return DraftSpec(name, build, tuple(factory.params for factory in factories))
+  name = "-or-".join(spec.name for spec in specs)
+  return DraftSpec(name, build, tuple(spec.params for spec in specs))
 
 
 def stopping_draft(
@@ -158,7 +159,7 @@ def stopping_draft(
   model = draft(target)
 
   def build(sampling: Sampling, tree: AnyTree, options=DraftOptions()) -> StoppingDraft:
-    built: Any = model.build(sampling, tree, options)  # a `ModelDraft`
+    built = _build_model(model, sampling, tree, options)
     if goal is None:
       return StoppingDraft(built, threshold)
     return AdaptiveStoppingDraft(built, threshold, goal)
@@ -174,14 +175,12 @@ def stop_at_miss_draft(target: Loaded, draft: LoadsDraft) -> DraftSpec:
 
   gamma is the maximum number of draft tokens. `draft` selects its tokens deterministically.
   """
-  factory = draft(target)
+  spec = draft(target)
 
   def build(sampling: Sampling, tree: AnyTree, options=DraftOptions()) -> StopAtMissDraft:
-    return StopAtMissDraft(factory.build(sampling, tree, options))
+    return StopAtMissDraft(spec.build(sampling, tree, options))
 
-  return dataclasses.replace(
-    factory, name=f"{factory.name}, as far as known", build=build, path=None
-  )
+  return dataclasses.replace(spec, name=f"{spec.name}, as far as known", build=build, path=None)
 
 
 def recycling_draft(
@@ -193,29 +192,38 @@ def recycling_draft(
   """
   if num_recycled is not None:
     require_count("num_recycled", num_recycled)
-  factory = draft(target)
+  spec = draft(target)
 
   def build(sampling: Sampling, tree: AnyTree, options=DraftOptions()) -> RecyclingDraft:
     rest = tree.depth - 1
     count = rest if num_recycled is None else min(num_recycled, rest)
-    draft = factory.build(sampling, tree, _rereading(options, tree.depth + 1))
+    draft = spec.build(sampling, tree, _rereading(options, tree.depth + 1))
     return RecyclingDraft(draft, count, len(target.vocabulary))
 
-  return dataclasses.replace(factory, name=f"{factory.name}, recycled", build=build, path=None)
+  return dataclasses.replace(spec, name=f"{spec.name}, recycled", build=build, path=None)
+
+
+def _build_model(
+  spec: DraftSpec, sampling: Sampling, tree: AnyTree, options: DraftOptions
+) -> ModelDraft:
+  draft = spec.build(sampling, tree, options)
+  if not isinstance(draft, ModelDraft):
+    raise InputError(f"{spec.name} is not a draft model; give one.")
+  return draft
 
 
 def _rereading(options: DraftOptions, num_tokens: int) -> DraftOptions:
   return dataclasses.replace(options, reread=max(options.reread, num_tokens))
 
 
-def _joined(name: str, build: BuildDraft, factories: Sequence[DraftSpec]) -> DraftSpec:
-  for factory in factories:
-    if factory.features:
+def _joined(name: str, build: BuildDraft, specs: Sequence[DraftSpec]) -> DraftSpec:
+  for spec in specs:
+    if spec.features:
       raise InputError(
-        f"{factory.name} reads the outputs of several layers of the target and cannot be joined "
+        f"{spec.name} reads the outputs of several layers of the target and cannot be joined "
         "with another draft."
       )
-  return DraftSpec(name, build, tuple(factory.params for factory in factories))
+  return DraftSpec(name, build, tuple(spec.params for spec in specs))
 
 
 def draft_sampling(
@@ -232,16 +240,16 @@ def draft_sampling(
   settings = {"temperature": temperature, "top_k": top_k, "top_p": top_p}
   given: dict[str, Any] = {name: value for name, value in settings.items() if value is not None}
   Sampling(**given)  # raises for invalid values before a model is loaded
-  factory = draft(target)
+  spec = draft(target)
 
   def build(sampling: Sampling, tree: AnyTree, options=DraftOptions()) -> Draft:
     # At temperature 0 the most probable token is the best draft token for any q.
     draft_sampling = dataclasses.replace(sampling, **given) if not sampling.is_argmax else sampling
-    return factory.build(draft_sampling, tree, options)
+    return spec.build(draft_sampling, tree, options)
 
   words = ", ".join(
     f"{name} {value:g}" if isinstance(value, float) else f"{name} {shown(value)}"
     for name, value in given.items()
   )
-  name = f"{factory.name} ({words})" if words else factory.name
-  return dataclasses.replace(factory, name=name, build=build, path=None)
+  name = f"{spec.name} ({words})" if words else spec.name
+  return dataclasses.replace(spec, name=name, build=build, path=None)

@@ -103,7 +103,9 @@ def _shard_share(params: Any) -> float:
 
 
 def read_bytes(f, *args) -> int:
-  """Estimate the bytes that f(*args) reads from its arguments, arrays or their shapes.
+  """Estimate the bytes that f(*args) reads from its arguments.
+
+  The arguments may be arrays or `jax.ShapeDtypeStruct`s.
 
   If an argument is only gathered or sliced, only the elements that are read count. Any other used
   argument counts once. A scan reads its inputs in every iteration; a while loop is assumed to run

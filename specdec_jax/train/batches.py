@@ -50,7 +50,7 @@ class ParallelText:
     if self.teacher is not None:
       tokens, probs = zip(*self.teacher)
       arrays |= {"tokens": np.concatenate(tokens), "probs": np.concatenate(probs)}
-      rows["opinion"] = tokens
+      rows["teacher"] = tokens
     arrays |= {f"{side}_lengths": np.array([*map(len, rows[side])]) for side in rows}
     with atomic_write(path, "wb") as file:
       np.savez(file, **arrays)
@@ -67,7 +67,7 @@ class ParallelText:
       targets = [row.tolist() for row in split("targets", "target_lengths")]
       if "tokens" not in file:
         return cls(sources, targets)
-      tokens, probs = split("tokens", "opinion_lengths"), split("probs", "opinion_lengths")
+      tokens, probs = split("tokens", "teacher_lengths"), split("probs", "teacher_lengths")
       return cls(sources, targets, [*zip(tokens, probs)])
 
 

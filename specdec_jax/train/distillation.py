@@ -246,7 +246,8 @@ def spliced_sentences(lines: list[str], count: int, seed: int = 0) -> list[str]:
       new.append(sentence)
   if len(new) < count:
     raise InputError(
-      f"These {len(lines)} lines can be spliced into {len(new)} new sentences, not {count}."
+      f"These {len(lines)} lines can be spliced into {len(new)} new sentences, not {count}; "
+      "lower new_sources."
     )
   return new
 

@@ -3,7 +3,7 @@
 Each module maps the names of transformers to those of this package, and its config to ours:
 
   PREFIX: prefix of names that is removed, if a name has it.
-  UNUSED: regular expression for names of arrays that no model uses.
+  UNUSED: regular expression for names of arrays that no model uses, with their prefix.
   config(path, fields): config of the model that the fields of config.json describe.
   names(config): our name for each name in transformers.
   TRANSPOSED: endings of our names of arrays whose axes transformers stores in another order.

@@ -41,7 +41,6 @@ class BlockVerifier(Verifier):
   def verify(
     self, rng: Key[Array, " B"], tree: AnyTree, proposal: Proposal, logits: Float[Array, "B K V"]
   ) -> Verification:
-    """Verify a proposal with the target's logits at the nodes of its tree."""
     tree = require_static("block verification", tree)
     if self.sampling.is_argmax:
       return follow(tree, proposal.tokens, argmax(logits))

@@ -41,7 +41,6 @@ class GumbelVerifier(Verifier):
     proposal: Proposal,
     logits: Float[Array, "B K V"],
   ) -> Verification:
-    """Verify a proposal with the target's logits at the nodes of its tree."""
     depths = jnp.broadcast_to(tree.row_depths, logits.shape[:2])
     tokens = argmax(perturbed(gather(rng, depths), logits, self.sampling))
     return follow(tree, proposal.tokens, tokens)

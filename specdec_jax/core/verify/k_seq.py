@@ -34,7 +34,6 @@ class KSeqVerifier(Verifier):
   def verify(
     self, rng: Key[Array, " B"], tree: AnyTree, proposal: Proposal, logits: Float[Array, "B K V"]
   ) -> Verification:
-    """Verify a proposal with the target's logits at the nodes of its tree."""
     tree, p = require_static("K-SEQ", tree), distribution(logits, self.sampling)
     q = validated_q(tree, proposal, p)
     accept_rng, next_rng = split_rows(rng)

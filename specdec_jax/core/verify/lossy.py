@@ -38,7 +38,6 @@ class AcceptableTokens(Verifier):
   def verify(
     self, rng: Key[Array, " B"], tree: AnyTree, proposal: Proposal, logits: Float[Array, "B K V"]
   ) -> Verification:
-    """Verify a proposal with the target's logits at the nodes of its tree."""
     tree, p = require_static("a lossy verifier", tree), distribution(logits, self.sampling)
     validated_q(tree, proposal, p)  # checks the shapes
     # At temperature 0 more tokens than the argmax are acceptable, by the unadjusted distribution.

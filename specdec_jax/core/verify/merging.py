@@ -34,7 +34,6 @@ class MergingVerifier(Verifier):
   def verify(
     self, rng: Key[Array, " B"], tree: AnyTree, proposal: Proposal, logits: Float[Array, "B K V"]
   ) -> Verification:
-    """Verify a proposal with the target's logits at the nodes of its tree."""
     tree = require_static("merging verification", tree)
     p = distribution(logits, self.sampling)
     q = validated_q(tree, proposal, p)

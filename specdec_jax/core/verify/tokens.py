@@ -55,7 +55,6 @@ class TokenVerifier(Verifier):
   def verify(
     self, rng: Key[Array, " B"], tree: AnyTree, proposal: Proposal, logits: Float[Array, "B K V"]
   ) -> Verification:
-    """Verify a proposal with the target's logits at the nodes of its tree."""
     if self.sampling.is_argmax and self.lenience == 1:
       return follow(tree, proposal.tokens, argmax(logits))
     p, always_accepted = distribution(logits, self.sampling), None
@@ -63,7 +62,8 @@ class TokenVerifier(Verifier):
       if self.lenience < 1:
         raise InputError("A dynamic tree is verified without lenience; use lenience 1.")
       keys = jax.vmap(lambda key: jax.random.split(key, tree.num_nodes))(rng)
-      return follow(tree, proposal.tokens, jax.vmap(sample, in_axes=1, out_axes=1)(keys, p))
+      tokens = jax.vmap(sample, in_axes=1, out_axes=1)(keys, p)
+      return follow(tree, without_repeats(tree, proposal.tokens), tokens)
     if self.sampling.is_argmax:
       parent_logits = take(logits, tree.parents)
       always_accepted = within_lenience(parent_logits, proposal.tokens, self.lenience)
@@ -105,8 +105,9 @@ def follow(
 ) -> Verification:
   """Accept the draft tokens that equal the target's tokens, sampled from p at each node.
 
-  This is exact for draft tokens that were all selected deterministically, and at temperature 0. The
-  result then has the same distribution as that of `verify`. Of equal siblings, any continues.
+  This is exact if equal siblings have equal target tokens, as at temperature 0 and with Gumbel
+  noise, or if siblings are distinct. For draft tokens that were all selected deterministically, the
+  result has the same distribution as that of `verify`.
   """
   parents = jnp.broadcast_to(jnp.asarray(tree.parents, jnp.int32), draft_tokens.shape)
   depths = jnp.broadcast_to(tree.row_depths, tokens.shape)
@@ -115,6 +116,15 @@ def follow(
   reached = jnp.pad(reached, ((0, 0), (1, 0)), constant_values=True)
   end = jnp.where(reached, depths, -1).argmax(axis=1)  # the first of the deepest reached nodes
   return Verification(gather_one(depths, end), gather_one(tokens, end), path_to(tree, end))
+
+
+def without_repeats(tree: AnyTree, draft_tokens: Int[Array, "B N"]) -> Int[Array, "B N"]:
+  """Return the draft tokens, with -1 for each one that is equal to an earlier sibling."""
+  parents = jnp.broadcast_to(jnp.asarray(tree.parents, jnp.int32), draft_tokens.shape)
+  is_equal = draft_tokens[:, :, None] == draft_tokens[:, None]
+  is_sibling = parents[:, :, None] == parents[:, None]
+  earlier = np.tri(draft_tokens.shape[1], k=-1, dtype=bool)
+  return jnp.where((is_equal & is_sibling & earlier).any(axis=-1), -1, draft_tokens)
 
 
 def validated_q(tree: Tree, proposal: Proposal, p: Float[Array, "B K V"]) -> Float[Array, "B N V"]:

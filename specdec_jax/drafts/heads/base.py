@@ -64,18 +64,21 @@ DraftLogits = Callable[[Any, Any, TargetOutputs], tuple[Array, Array]]
 class DraftHead(TransformerConfig, abc.ABC):
   """Learned draft head: its sizes, and how it is initialized, trained and used as a draft.
 
-  Each kind of head is a subclass with fields for its own settings. The sizes of `TransformerConfig`
+  A subclass has fields for its own settings, and implements one kind of head or several
+  (`drafts.heads.HEADS`). The sizes of `TransformerConfig`
   are those of the head's own layers, if it has any; attention heads are of the target's size.
 
   Attributes:
     state_dim: width of the target's hidden states, E.
     uses_cross_attention: whether the head attends to the target's cross-attention keys and values.
+    uses_target_logits: whether the head computes its logits with the target's parameters.
   """
 
   embedding_std: ClassVar[float] = 1.0
   logits_divisor: ClassVar[float] = 1.0
   needs_encoder: ClassVar[bool] = False
   uses_cross_attention: ClassVar[bool] = False
+  uses_target_logits: ClassVar[bool] = False
 
   kind: str
   state_dim: int
@@ -161,7 +164,8 @@ def require_depth(gamma: int, depth: int) -> None:
   """Raise InputError if `depth` exceeds the number of consecutive draft tokens of a head."""
   if depth > gamma:
     raise InputError(
-      f"gamma is {depth}, but this draft makes up to {gamma} draft tokens in a row; lower gamma."
+      f"gamma is {depth}, but this draft proposes at most {gamma} consecutive draft tokens; "
+      "lower gamma."
     )
 
 

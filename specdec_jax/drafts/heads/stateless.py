@@ -228,12 +228,10 @@ class StatelessHead(DraftHead):
   Attributes:
     gamma: number of consecutive draft tokens that the head is trained for.
     any_depth: whether the head can propose more than `gamma` consecutive draft tokens.
-    uses_target_logits: whether the head computes its logits with the target's parameters.
   """
 
   any_depth: ClassVar[bool] = False
   module_class: ClassVar[type[StatelessModule]]
-  uses_target_logits: ClassVar[bool] = False
 
   gamma: int = 8
 
