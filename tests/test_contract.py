@@ -179,7 +179,7 @@ def independent(models: Models, sampling: Sampling, tree: Tree):
 def drafted(make: Callable[..., DraftSpec], *settings: Any):
   """Return a draft as users pass it to `load_pair`, for a vocabulary whose texts are token ids."""
   vocabulary = mock.MagicMock(Vocabulary, __len__=lambda vocabulary: V, start_id=0)
-  vocabulary.encode = lambda text: [*map(int, text.split()), 1]
+  vocabulary.encode_output = lambda text: [*map(int, text.split()), 1]
   vocabulary.fingerprint = lambda: "ids"
 
   def draft(models: Models, sampling: Sampling, tree: Tree):
