@@ -13,6 +13,7 @@ the arguments of the experiment:
 
 import ast
 import os
+import shlex
 import sys
 import tokenize
 import traceback
@@ -55,7 +56,7 @@ def main(argv: Sequence[str]) -> int:
     files = [str(gin_files.find_run(name)) for name in names[:1]] + values.gin_file
     if values.version:
       print(f"specdec_jax {__version__}")
-    elif values.help:
+    elif values.help or len(argv) == 1:
       print(_help_of_run(files, values) if files else _help(values))
     elif not files:
       raise InputError("no run was given; try quickstart, or --help.")
@@ -189,7 +190,8 @@ def _help(values: flags.FlagValues) -> str:
 def _help_of_run(files: Sequence[str], values: flags.FlagValues) -> str:
   _parse_files(files, values.gin_search_paths)
   lines = [_USAGE, *(gin_files.header(file) for file in files), "", "Settings:"]
-  lines += [f"  --{name.lower()} {value!r}" for name, value in macros().items()]
+  for name, value in macros().items():  # as a shell reads them
+    lines.append(f"  --{name.lower()} {shlex.quote(value if type(value) is str else repr(value))}")
   if "PAIR" in macros():
     lines += ["", f"Your own models ({_CHECKPOINTS}): {_as_flags(_CHECKPOINT_MACROS)}"]
   return "\n".join(lines)
