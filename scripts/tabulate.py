@@ -3,7 +3,7 @@
   python scripts/tabulate.py --table 2 results.jsonl [more.jsonl ...]
 
 Table 1 is computed and takes no records. `--table measured` shows any records of measured speeds.
-`--table status` shows the reproduction status of each number that the paper prints, from the
+`--table status` shows the reproduction status of the numbers of the paper's tables, from the
 `experiments` of this clone.
 """
 

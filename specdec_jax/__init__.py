@@ -21,9 +21,10 @@ disable_ynn()
 from specdec_jax.beams import BeamSearcher
 from specdec_jax.core.decode import Decoder, NullDraft
 from specdec_jax.core.generation_config import GenerationConfig
-from specdec_jax.core.types import DraftSpec, Loaded
-from specdec_jax.core.processors import LogitsProcessor
-from specdec_jax.core.sampling import Sampling
+from specdec_jax.core.loading import DecodeSettings
+from specdec_jax.core.types import DraftSpec, Loaded, Params
+from specdec_jax.core.processors import LogitsProcessor, TrieConstraint
+from specdec_jax.core.sampling import Sampling, distribution, sample, sample_logits
 from specdec_jax.core.trees import DynamicTree, Tree, branching, chain
 from specdec_jax.core.types import (
   DecodeResult,
@@ -36,7 +37,7 @@ from specdec_jax.core.types import (
 )
 from specdec_jax.core.context import Context
 from specdec_jax.core.verify.blocks import BlockVerifier
-from specdec_jax.core.verify.tokens import TokenVerifier
+from specdec_jax.core.verify.tokens import TokenVerifier, accepted_path
 from specdec_jax.drafts.backoff import backoff_ngrams
 from specdec_jax.drafts.composed import tree_draft
 from specdec_jax.drafts.layer_skip import layer_skip
@@ -58,6 +59,7 @@ __all__ = [
   "BlockVerifier",
   "Context",
   "DecodeResult",
+  "DecodeSettings",
   "Decoder",
   "Draft",
   "DraftSpec",
@@ -74,18 +76,22 @@ __all__ = [
   "Outcome",
   "Output",
   "Pair",
+  "Params",
   "Proposal",
   "Sampling",
   "T5Config",
   "T5Model",
   "TokenVerifier",
   "Tree",
+  "TrieConstraint",
   "Verification",
   "Verifier",
+  "accepted_path",
   "backoff_ngrams",
   "best_gamma",
   "branching",
   "chain",
+  "distribution",
   "expected_tokens",
   "gpt_config",
   "layer_skip",
@@ -93,6 +99,8 @@ __all__ = [
   "prompt_lookup",
   "random_pair",
   "retrieval",
+  "sample",
+  "sample_logits",
   "speculator",
   "t5_config",
   "tree_draft",

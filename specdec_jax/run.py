@@ -14,6 +14,7 @@ the arguments of the experiment:
 import ast
 import inspect
 import os
+import shlex
 import sys
 import tokenize
 import traceback
@@ -56,7 +57,7 @@ def main(argv: Sequence[str]) -> int:
     files = [str(gin_files.find_run(name)) for name in names[:1]] + values.gin_file
     if values.version:
       print(f"specdec_jax {__version__}")
-    elif values.help:
+    elif values.help or len(argv) == 1:
       print(_help_of_run(files, values) if files else _help(values))
     elif not files:
       raise InputError("no run was given; try quickstart, or --help.")
@@ -208,9 +209,9 @@ def _help_of_run(files: Sequence[str], values: flags.FlagValues) -> str:
   _parse_files(files, values.gin_search_paths)
   lines = [_USAGE, *(gin_files.header(file) for file in files), "", "Settings:"]
   defaults = {name.upper(): x.default for name, x in _parameters()[1].items()}
-  settings = {**macros(), **{k: v for k, v in defaults.items() if k not in macros()}}
-  required = inspect.Parameter.empty
-  lines += [f"  --{k.lower()} {'' if v is required else repr(v)}" for k, v in settings.items()]
+  for name, value in {**defaults, **macros()}.items():  # as a shell reads them
+    text = "(required)" if value is inspect.Parameter.empty else repr(value)
+    lines.append(f"  --{name.lower()} {shlex.quote(value if type(value) is str else text)}")
   if "PAIR" in macros():
     lines += ["", f"Your own models ({_CHECKPOINTS}): {_as_flags(_CHECKPOINT_MACROS)}"]
   return "\n".join(lines)

@@ -32,6 +32,7 @@ from specdec_jax.data.vocabularies import (
   open_vocabulary_of_model,
   padded_size,
 )
+from specdec_jax.drafts.prompt_lookup import prompt_lookup
 from specdec_jax.drafts.uniform import uniform
 from specdec_jax.errors import InputError
 from specdec_jax.load import load_pair, random_pair
@@ -79,6 +80,8 @@ def test_pair_of_own_models_has_no_task_and_records_its_paths():
   (setting,) = settings_to_measure(pair, ["A man"], [DecodeSettings(Sampling())], [3])
   assert setting.subject == "{target} with {draft}".format(**paths)
   assert pair.with_draft(uniform(pair.target)).draft.path is None
+  alone = load_pair(paths["target"])  # not with the bundled pair's draft, of another vocabulary
+  assert alone.draft.name == prompt_lookup(alone.target).name
 
 
 def test_bundled_pair_has_its_task():

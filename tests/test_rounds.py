@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 
+from specdec_jax.commands.quickstart import show_examples
 from specdec_jax.core.types import DecodeResult, Rounds
 from specdec_jax.measure import rounds
 from specdec_jax.measure.rounds import (
@@ -11,6 +12,7 @@ from specdec_jax.measure.rounds import (
   REJECTED,
   UNVERIFIED,
   Branch,
+  Example,
   Round,
   read_rounds,
   round_text,
@@ -199,3 +201,17 @@ def test_draft_tokens_that_were_not_proposed_are_not_shown():
 
   (r,) = read_rounds(decode_result([([EIN, MANN, -1], 2, HUND, 3)]), 0, only_tokens)
   assert (r.accepted, r.rejected, r.unverified) == (tuple(pieces([EIN, MANN])), None, ())
+
+
+def test_examples_show_translations_below_their_sources(capsys):
+  decoded = Round((" Ein", " Mann"), None, (), "</s>")
+  show_examples([Example(f"A man {i}.", f"Ein Mann {i}.", 0.0, 3, (decoded,)) for i in (1, 2)], 1)
+  printed = [line.rstrip() for line in capsys.readouterr().out.splitlines() if line.strip()]
+  assert printed[-6:] == [
+    "  A man 1.",
+    "    Ein Mann 1.",
+    "      | Ein Mann[+</s>]",
+    "      3 tokens from 1 target forward passes",
+    "  A man 2.",
+    "    Ein Mann 2.",
+  ]

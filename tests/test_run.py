@@ -181,6 +181,7 @@ def test_help_lists_every_run(folder, capsys):
     assert f"\n  {path.stem:<20} {gin_files.summary(path)}\n" in said, path
   assert f"\n  {'study':<20} A tiny experiment\n" in said
   assert "--gin_bindings" in said
+  assert output(capsys) == said
   assert output(capsys, "--version") == f"specdec_jax {__version__}\n"
 
 
@@ -191,14 +192,15 @@ def test_help_of_a_run_has_its_comment_and_its_settings(folder, capsys):
   assert "  --output_dir %gin.REQUIRED\n  --gamma 4\n  --beams None" in said
   assert "--target" not in said
   said = output(capsys, "speedup", "-h")
-  assert "  --gammas (3, 5, 7)\n" in said
+  assert "  --prefix ''\n" in said and "  --output_dir runs/speedup\n" in said
+  assert "  --gammas '(3, 5, 7)'\n" in said  # as a shell reads it
   assert "Your own models (gin/models/checkpoints.gin): --draft, " in said
 
 
 @pytest.mark.parametrize(
   "args, words",
   [
-    ([], ["no run was given"]),
+    (["--seed=3"], ["no run was given"]),
     (["tranlsate"], ["There is no run 'tranlsate'; there are quickstart, ", ", translate, "]),
     (["--gin_file=nosuch.gin"], ["Unable to open file: nosuch.gin."]),
     (["--gin_file"], ["gin_file"]),

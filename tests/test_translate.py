@@ -387,14 +387,15 @@ def test_run_that_fails_before_the_first_line_leaves_no_file(run, interrupt):
 
 def test_json_lines_are_read_and_written(run):
   sources = [LINES[0], "", f"{LINES[1]}"]
-  objects = [{"source": sources[0], "id": 7}, {"text": sources[1]}, {"source": sources[2]}]
+  objects = [{"source": sources[0], "id": "M\u00e4"}, {"text": sources[1]}, {"source": sources[2]}]
   (run.dir / "in.jsonl").write_text("".join(json.dumps(o) + "\n" for o in objects))
   assert run(INPUT="in.jsonl", OUTPUT="out.jsonl", BATCH_SIZE=2).status == 0
   records = [json.loads(line) for line in (run.dir / "out.jsonl").read_text().splitlines()]
   assert [(r["index"], r["source"]) for r in records] == [*enumerate(sources)]
   own = targets_own([LINES[0], LINES[1]])
   assert [r["output"] for r in records] == [own[0], "", own[1]]
-  assert records[0]["id"] == 7 and "text" not in records[1]  # other fields are kept
+  assert records[0]["id"] == "M\u00e4" and "text" not in records[1]  # other fields are kept
+  assert '"id": "M\u00e4"' in (run.dir / "out.jsonl").read_text(encoding="utf-8")
   vocabulary = tiny_pair.pair(max_source_tokens=LONGEST).vocabulary
   for record in records:
     assert vocabulary.decode(record["tokens"]) == record["output"]

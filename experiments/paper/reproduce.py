@@ -98,6 +98,12 @@ class StandIns:
     bundled = {TARGET: "target", "T5-small": "draft"}
     return open_checkpoint(str(EMBEDDED / bundled[name])).config if name in bundled else None
 
+  def note(self, is_speed: bool) -> str:
+    """Describe the models that are measured with."""
+    sizes = ", ".join(f"T5 1.1 {size} for {name}" for name, size in self.sizes.items())
+    models = f"random weights and the paper's alpha, simulated ({sizes})"
+    return f"Stand-ins, not the paper's models: {models if is_speed else 'the bundled pair'}."
+
   def pair(self, draft: str, task: Task, alpha: float) -> Pair:
     """Return the target with a draft; stand-ins simulate `alpha`."""
     pair = random_pair(self.sizes[TARGET], self.sizes[draft], alpha, dtype=self.dtype)
@@ -139,6 +145,9 @@ class Checkpoints:
     if name in self.sizes:
       return named_config(*self.sizes[name])
     return open_checkpoint(self.paths[name]).config
+
+  def note(self, is_speed: bool) -> str:
+    return f"Checkpoints: {', '.join(f'{name}: {path}' for name, path in self.paths.items())}."
 
   def pair(self, draft: str, task: Task, alpha: float) -> Pair:
     pair = _target(self.paths[TARGET], self.vocabulary, self.dtype)
@@ -253,7 +262,7 @@ def reproduce(
     is_speed = number in (2, 4)
     folder = output / ("speeds" if is_speed else f"alphas{number}")
     if dry_run:
-      show([_plan(name, found, models, tasks, num_texts, repeats)], str(folder))
+      show([_plan(name, found, models, tasks, num_texts, repeats, is_speed)], str(folder))
       continue
     if is_speed:
       for group, baseline in itertools.product(found, baselines):
@@ -350,13 +359,13 @@ def _plan(
   tasks: Mapping[str, Task],
   num_texts: int | None,
   repeats: int,
+  is_speed: bool,
 ) -> Table:
   """Return a table of the rows that would be measured, with memory and an upper bound on time.
 
   The bound assumes that a forward pass takes as long as reading the parameters of the decoder from
   memory, that all outputs have `max_new_tokens` tokens, and the speedup of the paper.
   """
-  is_speed = TABLES[name] in (2, 4)
   target_bytes, step_bytes = _num_bytes(models, TARGET, is_speed)
   seconds_per_step, cells = step_bytes / memory_bandwidth(), []
   counts = {task: _num_sources(tasks[task], num_texts) for task in {group.task for group in found}}
@@ -382,8 +391,9 @@ def _plan(
         )
       )
   notes = (
-    f"Parameters in {models.dtype}. The time is a bound for outputs of {TARGET} with the maximum "
-    "number of tokens, without compilation and loading.",
+    models.note(is_speed),
+    f"Parameters in {models.dtype}. The time is a bound for outputs with the maximum number of "
+    "tokens, without compilation and loading.",
   )
   columns = "task", "draft", "temperature", "gamma", "lenience", "texts", "memory, GB", "minutes"
   return Table(f"{name}: rows to measure", columns, tuple(cells), notes, {})

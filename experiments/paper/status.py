@@ -1,4 +1,4 @@
-"""Reproduction status of each number that the paper prints.
+"""Reproduction status of the numbers of the paper's tables, Section 3.6 and Appendix A.5.
 
 A number is computed from a formula, derived from a compiled program, measured on a stand-in (other
 models or texts than the paper's), or not available here. Numbers that the paper prints twice count

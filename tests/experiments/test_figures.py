@@ -1,7 +1,10 @@
 """Test that figures show the values of closed forms and of records."""
 
+import pathlib
+import re
 import sys
 
+import gin
 import numpy as np
 import pytest
 import tiny_pair
@@ -11,6 +14,8 @@ from experiments.figures import figures
 from experiments.paper.paper import load_table
 from specdec_jax.measure.records import append
 from specdec_jax.measure.rounds import Round
+
+ROOT = pathlib.Path(__file__).resolve().parents[2]
 
 RECORD = SETTING.replace(
   task="captions",
@@ -140,6 +145,31 @@ def test_figures_are_written_reproducibly(tmp_path, monkeypatch):
       figures.main()
       written.append((tmp_path / name).read_bytes())
     assert len(written[0]) > 1000 and written[0] == written[1]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+  ("name", "options"),
+  [
+    ("figure1", ""),
+    ("figure1_gpt_like", "--gin_file experiments/gpt_like/gpt_like.gin --temperature 1 --seed 14"),
+  ],
+)
+def test_figure_1_of_the_page_is_what_its_command_draws(tmp_path, monkeypatch, name, options):
+  output = tmp_path / "figure.svg"
+  words = f"--figure 1 {options} --output {output}".split()
+  monkeypatch.setattr(sys, "argv", ["", *words])
+  try:
+    figures.main()
+  finally:
+    gin.clear_config()
+  folder = ROOT / "experiments" / "figures"
+  drawn, page = (
+    re.findall("<!-- (.*) -->", (folder / file).read_text()) for file in (output, f"{name}.svg")
+  )
+  assert drawn == page
+  (numbers,) = re.findall(r"\d+ tokens from \d+ target forward passes", drawn[0])
+  assert numbers in (folder / "README.md").read_text()
 
 
 def test_figure_1_of_a_decoder_only_pair():

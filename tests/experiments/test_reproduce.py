@@ -104,9 +104,16 @@ def test_dry_run_prints_memory_and_time_and_measures_nothing(tmp_path, capsys, m
   monkeypatch.setattr(module, "memory_bandwidth", lambda: 1e9)
   plan = functools.partial(reproduce, models=StandIns(), output_dir=str(tmp_path), dry_run=True)
   plan(["table2", "table3"], tasks=tasks(tmp_path))
-  said = capsys.readouterr().out
+  said = " ".join(capsys.readouterr().out.split())
+  assert "Stand-ins, not the paper's models: random weights and the paper's alpha" in said
+  assert "T5 1.1 base for T5-XXL" in said and "Stand-ins, not the paper's models: the bundl" in said
   # T5 1.1 base and small have 247,577,856 and 76,961,152 parameters.
   assert said.count(" 1.30 ") == 6 and said.count(" EnDe ") == 12
+  plan(["figure1", "figure5"], tasks=tasks(tmp_path))  # Figure 5 needs a group of Table 2
+  assert capsys.readouterr().out.count(" EnDe ") == 2
+  plan(["table2"], models=checkpoints(), tasks=tasks(tmp_path))
+  said = capsys.readouterr().out
+  assert "Checkpoints: T5-XXL: " in said and "Stand-ins" not in said
   assert not [*tmp_path.glob("*/*/results.jsonl")]
 
 
