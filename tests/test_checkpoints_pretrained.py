@@ -235,15 +235,18 @@ def t5_and_words(tmp_path):
   [
     (NEUTRAL, None),
     (
-      dict(num_beams=4, no_repeat_ngram_size=2, repetition_penalty=1.5, length_penalty=2.0),
-      "num_beams 4, repetition_penalty 1.5, no_repeat_ngram_size 2, length_penalty 2.0",
+      dict(repetition_penalty=1.5, no_repeat_ngram_size=2, num_beams=4, length_penalty=2.0),
+      "repetition_penalty 1.5, no_repeat_ngram_size 2, num_beams 4, length_penalty 2.0",
     ),
     (
-      dict(forced_bos_token_id=0, bad_words_ids=[[3]]),
+      dict(bad_words_ids=[[3]], forced_bos_token_id=0, forced_eos_token_id=1),
       "bad_words_ids [[3]], forced_bos_token_id 0",
     ),
     (dict(do_sample=True, top_k=10), "do_sample True, top_k 10"),
-    (dict(min_new_tokens=3, encoder_no_repeat_ngram_size=2), "encoder_no_repeat_ngram_size 2, min"),
+    (
+      dict(min_new_tokens=3, encoder_no_repeat_ngram_size=2),
+      "min_new_tokens 3, encoder_no_repeat_ngram_size 2, which",
+    ),
   ],
 )
 def test_commands_name_the_generation_settings_that_they_do_not_apply(t5_and_words, stated, named):
