@@ -68,8 +68,8 @@ class BeamResult(NamedTuple):
       row finished (see `Scorer`), they are not divided.
     steps: number of search steps in each round; 0 after the search of a row has ended.
     num_rounds: number of rounds; each has one target forward pass.
-    not_finite: index of the first step that failed, because logits at a node, before or after logits
-      processors, had NaN, +inf or no finite value; -1 if none. The search of the row ends before it.
+    not_finite: index of the first step that failed, because logits at a node, before or after
+      processors, had NaN, +inf or no finite value; -1 if none. The search of the row ends before.
   """
 
   tokens: Int[Array, "B w X"]
