@@ -446,21 +446,19 @@ def _generation(
 ) -> tuple[dict[str, Any], dict[str, dict[str, Any]]]:
   """Return the settings of a checkpoint and of its tasks, and warn of those not supported."""
   settings, tasks = checkpoint.generation
-  stated = [(name, value, "") for name, value in with_effect(settings).items()]
-  for task, given in tasks.items():
-    effective = with_effect({**settings, **given}).items()
-    stated += [(name, value, f" (task {task})") for name, value in effective if name in given]
-  ignored = [each for each in stated if each[0] not in (*SETTINGS, "prefix")]
+  known, ignored = {*SETTINGS, "prefix"}, {}
+  for given in ({}, *tasks.values()):
+    effective = with_effect({**settings, **given})
+    ignored |= {name: value for name, value in effective.items() if name not in known}
   if ignored:
-    listed = ", ".join(f"{name} {value!r:.60}{where}" for name, value, where in ignored)
+    stated = ", ".join(f"{name} {value!r:.60}" for name, value in ignored.items())
     warnings.warn(
-      f"{checkpoint.path} sets {listed}. transformers applies these in generate; specdec_jax does "
+      f"{checkpoint.path} sets {stated}. transformers applies these in generate; specdec_jax does "
       "not support them, so that outputs may differ.",
       stacklevel=3,
     )
   eos_ids = [eos_id for eos_id in checkpoint.eos_ids if eos_id < len(vocabulary)]
   several = {"eos_token_id": eos_ids} if {*eos_ids} - {vocabulary.eos_id} else {}
-  known = {*SETTINGS, "prefix"}
   return (
     {name: value for name, value in settings.items() if name in known} | several,
     {task: {k: x for k, x in given.items() if k in known} for task, given in tasks.items()},

@@ -378,7 +378,7 @@ def test_pair_emits_the_tokens_of_its_target(folders, vocabulary):
     assert logits.argmax(-1)[len(ids) - 1 :][: len(written)].tolist() == written
 
 
-# Settings that concern the prompt, and the texts of transformers 5.24 after two prompts. One has the
+# Settings that concern the prompt, and the texts of transformers 5.24 after two prompts. One has
 # token 0, which is no padding; the EOS that our encoder appends is no token of a prompt.
 PROMPTS = ["A man! runs!", "Two dogs, a girl"]
 LIKELY_END = dict(sequence_bias=[[[300], 6.0]], max_new_tokens=8)

@@ -420,7 +420,7 @@ def test_token_ids_of_a_model_in_memory(folder):
     (
       "config.json",
       dict(task_specific_params={"a": dict(prefix="p", num_beams=2, diversity_penalty=0.5)}),
-      "diversity_penalty 0.5 (task a)",
+      "diversity_penalty 0.5",
     ),
   ],
 )

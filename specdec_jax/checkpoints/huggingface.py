@@ -26,6 +26,7 @@ WEIGHTS = "model.safetensors"
 _INDEX = "model.safetensors.index.json"  # says in which file each array is
 _GENERATION = "generation_config.json"
 _TOKENS = "decoder_start_token_id", "eos_token_id", "pad_token_id"
+_FORCED_EOS = {"bart": 2, "mbart": 2, "pegasus": 1, "marian": 0}  # defaults of config.json
 # Settings of `generate` that are not supported; config.json may have them next to other fields.
 _UNSUPPORTED = (
   *("num_beam_groups", "diversity_penalty", "constraints", "force_words_ids", "penalty_alpha"),
@@ -138,11 +139,11 @@ def _array(value: Any) -> np.ndarray:
 def generation_of(fields: Mapping[str, Any], generation: Mapping[str, Any] | None) -> Generation:
   """Return the generation settings of a model and of its tasks; see `open_state`."""
   if generation is None:
-    defaults = getattr(FAMILIES[fields["model_type"]], "DEFAULTS", {})
-    fields = defaults.get(fields["model_type"], {}) | fields
+    forced_eos = _FORCED_EOS.get(fields["model_type"])
+    fields = {"bos_token_id": 0, "forced_eos_token_id": forced_eos, **fields}
     generation = {name: fields.get(name) for name in (*SETTINGS, *_UNSUPPORTED)}
     if fields.get("force_bos_token_to_be_generated"):
-      generation["forced_bos_token_id"] = fields.get("bos_token_id")
+      generation["forced_bos_token_id"] = fields["bos_token_id"]
   settings = {
     name: value
     for name, value in generation.items()
@@ -151,16 +152,12 @@ def generation_of(fields: Mapping[str, Any], generation: Mapping[str, Any] | Non
     and not _IGNORED.fullmatch(name)
     and (name, value) != ("max_length", 20)  # the default, which transformers 4 wrote into files
   }
+  do_sample = {"do_sample": settings.get("do_sample", False)}
+
+  def with_do_sample(given: Mapping[str, Any]) -> dict[str, Any]:
+    return (do_sample if "temperature" in given else {}) | dict(given)
+
   tasks = fields.get("task_specific_params") or {}
   return Generation(
-    _without_sampling(settings, False),
-    {
-      name: _without_sampling(task, settings.get("do_sample", False))
-      for name, task in tasks.items()
-    },
+    with_do_sample(settings), {task: with_do_sample(given) for task, given in tasks.items()}
   )
-
-
-def _without_sampling(settings: Mapping[str, Any], do_sample: bool) -> dict[str, Any]:
-  """Return settings in which a temperature does not turn on sampling, as in transformers."""
-  return ({"do_sample": do_sample} if "temperature" in settings else {}) | dict(settings)

@@ -12,18 +12,10 @@ from specdec_jax.models.config import T5Config
 
 # Defaults of the fields of config.json that differ between the types of models.
 DEFAULTS: dict[str, dict[str, Any]] = {
-  "bart": dict(
-    pad_token_id=1,
-    eos_token_id=2,
-    decoder_start_token_id=2,
-    bos_token_id=0,
-    forced_eos_token_id=2,
-  ),
-  "mbart": dict(pad_token_id=1, eos_token_id=2, forced_eos_token_id=2),
-  "pegasus": dict(pad_token_id=0, eos_token_id=1, decoder_start_token_id=0, forced_eos_token_id=1),
-  "marian": dict(
-    pad_token_id=58100, eos_token_id=0, decoder_start_token_id=58100, forced_eos_token_id=0
-  ),
+  "bart": dict(pad_token_id=1, eos_token_id=2, decoder_start_token_id=2),
+  "mbart": dict(pad_token_id=1, eos_token_id=2),
+  "pegasus": dict(pad_token_id=0, eos_token_id=1, decoder_start_token_id=0),
+  "marian": dict(pad_token_id=58100, eos_token_id=0, decoder_start_token_id=58100),
   "m2m_100": dict(
     pad_token_id=1,
     eos_token_id=2,
