@@ -25,6 +25,7 @@ from specdec_jax.core.processors import (
   ForcedPrefix,
   ForcedTokens,
   FunctionProcessor,
+  LogitsProcessor,
   MinLength,
   NoRepeatNgram,
   RepetitionPenalty,
@@ -647,13 +648,21 @@ def test_processors_that_return_no_finite_logits_are_reported(how, value):
     tiny_pair.pair().generate(SENTENCES[:1], logits_processor=broken, min_new_tokens=8, **how)
 
 
+@dataclasses.dataclass(frozen=True)
+class OfOneNode(LogitsProcessor):
+  """Fault: the logits of the first node stand for those of all nodes."""
+
+  def __call__(self, logits, prefixes):
+    return logits[:, :1]
+
+
 def test_ids_outside_of_the_vocabulary_and_other_shapes_are_rejected():
   pair = tiny_pair.pair()
   for settings, words in (
     (dict(eos_token_id=10**6), "eos_token_id has the sequence [1000000]"),
     (dict(eos_token_id=[1, 10**6], num_beams=2), "eos_token_id has the sequence [1, 1000000]"),
-    (dict(logits_processor=lambda logits, *_: logits[:1]), "must keep their shape"),
-    (dict(logits_processor=lambda logits, *_: logits[0], num_beams=2), "must keep their shape"),
+    (dict(logits_processor=OfOneNode()), "OfOneNode() returns logits of shape (1, 1, "),
+    (dict(logits_processor=OfOneNode(), num_beams=2), "OfOneNode() returns logits of shape"),
   ):
     with pytest.raises(InputError) as caught:
       pair.generate(SENTENCES[:1], **settings)

@@ -46,13 +46,14 @@ def test_proposals_are_those_of_the_model_while_it_is_confident():
   np.testing.assert_allclose(got.q, np.where(is_made[..., None], want.q, 0), atol=1e-6)
 
 
-@pytest.mark.parametrize("threshold, made", [(0.25, 2), (0.26, 1), (1 / 16, 3)])
-def test_draft_continues_exactly_at_the_threshold(threshold, made):
-  """Each of 16 tokens has logit 0 or -inf, so that the model's confidence is 1 / 4."""
+@pytest.mark.parametrize("num_tokens, threshold, made", [(1, 1.0, GAMMA), (4, 0.26, 1)])
+def test_draft_continues_exactly_at_the_threshold(num_tokens, threshold, made):
+  """The model's next tokens are equally probable, so that its confidence is 1 / num_tokens."""
 
   def uniform(model, params, cache, tokens, tree, first):
     logits, hidden, cache = model.extend(params, cache, tokens, tree, first)
-    return jnp.where(jnp.arange(16) < 4, 0.0, -jnp.inf) + 0 * logits, hidden, cache
+    possible = jnp.arange(logits.shape[-1]) < num_tokens
+    return jnp.where(possible, 0.0, -jnp.inf) + 0 * logits, hidden, cache
 
   models = t5()
   model = tiny.ChangedModel(models.target, uniform)

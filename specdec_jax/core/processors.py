@@ -258,8 +258,9 @@ def _tokens_of(
     tokens = prefixes.prompt[:, None]
     # Padding follows the last token of a source.
     return tokens, jnp.cumsum(tokens[..., ::-1] != pad_id, axis=-1)[..., ::-1] > 0
-  length = prefixes.prompt_length[:, None] if of_prompt else prefixes.length
-  tokens = prefixes.tokens
+  tokens, length = prefixes.tokens, prefixes.length
+  if of_prompt:
+    length = jnp.minimum(length, prefixes.prompt_length[:, None])
   return tokens, jnp.arange(tokens.shape[-1]) < length[..., None]
 
 
