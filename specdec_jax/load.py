@@ -446,7 +446,8 @@ def _generation(
 ) -> tuple[dict[str, Any], dict[str, dict[str, Any]]]:
   """Return the settings of a checkpoint and of its tasks, and warn of those not supported."""
   settings, tasks = checkpoint.generation
-  known, ignored = {*SETTINGS, "prefix"}, {}
+  known = {*SETTINGS, "prefix"}
+  ignored: dict[str, Any] = {}
   for given in ({}, *tasks.values()):
     effective = with_effect({**settings, **given})
     ignored |= {name: value for name, value in effective.items() if name not in known}
