@@ -22,7 +22,7 @@ from specdec_jax import batching
 from specdec_jax.beams import BeamSearcher
 from specdec_jax.core.counts import require_finite
 from specdec_jax.core.decode import Decoder
-from specdec_jax.core.generation_config import DEFAULT_NEW_TOKENS, SETTINGS, GenerationConfig
+from specdec_jax.core.generation_config import DEFAULT_NEW_TOKENS, GenerationConfig
 from specdec_jax.core.loading import DecodeSettings
 from specdec_jax.core.processors import ForcedPrefix, LogitsProcessor, Processors
 from specdec_jax.core.sampling import row_keys
@@ -232,17 +232,17 @@ def generation_config(
   pair: Pair, task: str | None, settings: Mapping[str, Any]
 ) -> tuple[GenerationConfig, str]:
   """Return the settings of a call of `generate`, and the prefix of each source."""
-  defaults = {name: value for name, value in pair.target.generation.items() if name in SETTINGS}
-  prefix = ""
-  if task is not None:
+  if task is None:
+    of_task = {}
+  else:
     if task not in pair.target.tasks:
       raise InputError(
         f"task is {task!r:.60}, and {pair.target.name} has "
         f"{'the tasks ' + ', '.join(pair.target.tasks) if pair.target.tasks else 'no tasks'}."
       )
-    defaults |= {k: v for k, v in pair.target.tasks[task].items() if k in SETTINGS}
-    prefix = pair.target.tasks[task].get("prefix", "")
-  return GenerationConfig.merged(defaults, settings), prefix
+    of_task = {**pair.target.tasks[task]}
+  prefix = of_task.pop("prefix", "")
+  return GenerationConfig.merged(pair.target.generation, of_task, settings), prefix
 
 
 def _forced_tokens(
@@ -337,7 +337,7 @@ def _search(
   penalty = config.length_penalty
   if penalty is None:
     penalty = 1.0 if scorer == "hf" else 0.6
-  of_config = config.processors(pair.target.model.vocab_size, eos_ids, pair.vocabulary.pad_id)
+  of_config = pair.processors_of(config, eos_ids)
 
   def searcher(*of_batch: LogitsProcessor) -> BeamSearcher:
     steps, processors = 2 if gamma is None else gamma, (*of_config, *of_batch)
@@ -376,7 +376,12 @@ def _search_batches(
 
 def _candidate(pair: Pair, tokens: np.ndarray, score: float, eos_ids: Sequence[int]) -> Output:
   reason: FinishReason = "eos" if tokens[-1] in eos_ids else "length"
-  return Output(pair.vocabulary.decode(tokens), tokens, reason, score=score)
+  return Output(_decode(pair, tokens), tokens, reason, score=score)
+
+
+def _decode(pair: Pair, tokens: np.ndarray) -> str:
+  """Return the text of an output, which the vocabulary's EOS need not end (`eos_token_id`)."""
+  return pair.vocabulary.decode(tokens[tokens != pair.vocabulary.eos_id])
 
 
 class _Batch:
@@ -443,8 +448,8 @@ class GenerateCall:
 
   def decoder(self, more_processors: Processors = ()) -> Decoder:
     """Return the decoder, with `more_processors` after the logits processors of the settings."""
-    pair, eos_ids, pad_id = self.pair, self.eos_ids, self.pair.vocabulary.pad_id
-    processors = self.config.processors(pair.target.model.vocab_size, eos_ids, pad_id)
+    pair, eos_ids = self.pair, self.eos_ids
+    processors = pair.processors_of(self.config, eos_ids)
     return pair.decoder(
       self.config.sampling(),
       self.tree,
@@ -457,7 +462,7 @@ class GenerateCall:
   def output(self, result: DecodeResult, row: int) -> Output:
     """Return the output of a row of a batch."""
     tokens = np.asarray(result.tokens[row, : result.lengths[row]])
-    decode = self.pair.vocabulary.decode
+    decode = functools.partial(_decode, self.pair)
     reason: FinishReason = "eos" if len(tokens) and tokens[-1] in self.eos_ids else "length"
     length = self._length_at_stop_string(tokens)
     if length is not None:
@@ -480,7 +485,7 @@ class GenerateCall:
     """Return the number of tokens up to the end of the first stop string; None without one."""
     stops = self.config.stop_strings or ()
     stops = (stops,) if isinstance(stops, str) else stops
-    decode = self.pair.vocabulary.decode
+    decode = functools.partial(_decode, self.pair)
 
     def has_stop(length: int) -> bool:
       text = decode(tokens[:length])

@@ -23,7 +23,7 @@ from specdec_jax.checkpoints.checkpoint import (
   param_shapes,
 )
 from specdec_jax.checkpoints.load import is_in_memory, open_checkpoint, recorded_path
-from specdec_jax.core.generation_config import SETTINGS
+from specdec_jax.core.generation_config import SETTINGS, with_effect
 from specdec_jax.core.sampling import Sampling
 from specdec_jax.core.trees import AnyTree
 from specdec_jax.core.types import Draft, DraftOptions, DraftSpec, Loaded, Model, Verifier
@@ -134,8 +134,7 @@ def load_pair(
     params,
     vocabulary,
     checkpoint.recorded_path,
-    _generation(checkpoint, vocabulary),
-    checkpoint.generation.tasks,
+    *_generation(checkpoint, vocabulary),
   )
   bundled = is_bundled(checkpoint)
   if draft is None:
@@ -395,6 +394,11 @@ def load_model(
       f"{where} ends a text with token {' or '.join(map(str, eos_ids))} but "
       f"{vocabulary.path} with {vocabulary.eos_id}; {advice}."
     )
+  if not 0 <= vocabulary.pad_id < size:
+    raise InputError(
+      f"{where} pads sources with token {vocabulary.pad_id}, and {vocabulary.path} has {size} "
+      "tokens; correct pad_token_id."
+    )
   if vocabulary.pad_id in eos_ids:
     raise InputError(
       f"{where} ends a text with token {vocabulary.pad_id}, which pads prompts here; use models "
@@ -437,10 +441,16 @@ def _laid_out(config: Config, shardings: ShardingsFn, kernels: str) -> Config:
   return dataclasses.replace(config, fused=True, tied_logits=False, kernels=kernels)
 
 
-def _generation(checkpoint: Checkpoint, vocabulary: Vocabulary) -> dict[str, Any]:
-  """Return the generation settings of a checkpoint, and warn of those that are not supported."""
-  settings = {**checkpoint.generation.settings}
-  ignored = {name: value for name, value in settings.items() if name not in SETTINGS}
+def _generation(
+  checkpoint: Checkpoint, vocabulary: Vocabulary
+) -> tuple[dict[str, Any], dict[str, dict[str, Any]]]:
+  """Return the settings of a checkpoint and of its tasks, and warn of those not supported."""
+  settings, tasks = checkpoint.generation
+  known = {*SETTINGS, "prefix"}
+  ignored: dict[str, Any] = {}
+  for given in ({}, *tasks.values()):
+    effective = with_effect({**settings, **given})
+    ignored |= {name: value for name, value in effective.items() if name not in known}
   if ignored:
     stated = ", ".join(f"{name} {value!r:.60}" for name, value in ignored.items())
     warnings.warn(
@@ -450,7 +460,10 @@ def _generation(checkpoint: Checkpoint, vocabulary: Vocabulary) -> dict[str, Any
     )
   eos_ids = [eos_id for eos_id in checkpoint.eos_ids if eos_id < len(vocabulary)]
   several = {"eos_token_id": eos_ids} if {*eos_ids} - {vocabulary.eos_id} else {}
-  return settings | several
+  return (
+    {name: value for name, value in settings.items() if name in known} | several,
+    {task: {k: x for k, x in given.items() if k in known} for task, given in tasks.items()},
+  )
 
 
 def _of_device(dtype: str) -> str:

@@ -12,7 +12,12 @@ from jax import Array
 
 from specdec_jax.beams import BeamDraft, BeamSearcher, NullBeamDraft, beam_draft
 from specdec_jax.core.decode import Decoder, NullDraft
-from specdec_jax.core.generation_config import PROCESSORS, SETTINGS, GenerationConfig
+from specdec_jax.core.generation_config import (
+  PROCESSORS,
+  SETTINGS,
+  GenerationConfig,
+  with_effect,
+)
 from specdec_jax.core.memory import require_memory
 from specdec_jax.core.processors import Processors
 from specdec_jax.core.sampling import Sampling
@@ -197,7 +202,8 @@ class Pair:
     """Return the logits processors of a command's `generation`.
 
     Other settings in it raise InputError. Commands do not apply the generation settings of the
-    checkpoint; a warning names them.
+    checkpoint; a warning names those that change outputs, other than `forced_eos_token_id`, which
+    affects only the last token of an output that reaches its limit.
     """
     others = [
       name for name in SETTINGS if name not in PROCESSORS and getattr(generation, name) is not None
@@ -207,15 +213,20 @@ class Pair:
         f"generation has {', '.join(others)}, which a command does not take from it; give settings "
         "of logits processors there, and the others as settings of the command."
       )
-    if self.target.generation:
-      stated = ", ".join(f"{k} {v!r:.60}" for k, v in self.target.generation.items())
+    effective = with_effect({**self.target.generation, "forced_eos_token_id": None})
+    if effective:
+      stated = ", ".join(f"{k} {v!r:.60}" for k, v in effective.items())
       warnings.warn(
         f"{self.target.path or self.target.name} sets {stated}, which Pair.generate applies and "
         "commands do not; outputs may differ from those of transformers.",
         stacklevel=2,
       )
-    model, words = self.target.model, self.vocabulary
-    return generation.processors(model.vocab_size, (words.eos_id,), words.pad_id)
+    return self.processors_of(generation, (self.vocabulary.eos_id,))
+
+  def processors_of(self, generation: GenerationConfig, eos_ids: tuple[int, ...]) -> Processors:
+    """Return the logits processors of generation settings for this target."""
+    pad_id = None if self.continues else self.vocabulary.pad_id
+    return generation.processors(self.target.model.vocab_size, eos_ids, pad_id)
 
   def beam_searcher(
     self,

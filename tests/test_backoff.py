@@ -109,6 +109,15 @@ def test_fallback_uses_the_first_draft_with_a_proposal():
   assert tokens == [alone[0], [5, 6]] and alone[1] != [5, 6]
 
 
+def test_fallback_tries_its_drafts_in_order():
+  """Of three scripted drafts, 0 is no proposal; without any proposal, the last one is used."""
+  drafts = (tiny.ScriptedDraft(chain(1)),) * 3
+  first_tokens = jnp.array([[5, 6, 7], [0, 6, 7], [0, 0, 7], [5, 0, 7], [0, 6, 0], [0, 0, 0]])
+  params = tuple(jnp.repeat(first_tokens[:, i : i + 1], SLOTS, axis=1) for i in range(3))
+  tokens = propose(FallbackDraft(drafts), params, [[0, 2]] * 6).tokens
+  assert tokens[:, 0].tolist() == [5, 6, 7, 5, 6, 0]
+
+
 def test_drafts_that_cannot_be_combined_raise():
   with pytest.raises(InputError, match="need equal trees"):
     FallbackDraft((PromptLookupDraft(7, chain(2)), BackoffDraft(chain(3), 2)))

@@ -339,14 +339,14 @@ def test_best_texts_come_first_and_missing_texts_are_marked():
     tokens=jnp.array([[[3], [4]]] * 3),
     log_probs=jnp.array([[-4.0, -3.0]] * 3),
     finished_tokens=jnp.array([[[0], [5]], [[0], [0]], [[6], [5]]]),
-    scores=jnp.array([[step.NEG_SCORE, -1.0], [step.NEG_SCORE, step.NEG_SCORE], [-2.0, -1.0]]),
+    scores=jnp.array([[-jnp.inf, -1.0], [-jnp.inf, -jnp.inf], [-2.0, -1.0]]),
     finished=jnp.array([[False, True], [False, False], [True, True]]),
     length=None,
   )
   texts, scores, exists = step.best_first(beams)
   assert exists.tolist() == [[True, False], [True, True], [True, True]]
   assert texts[..., 0].tolist() == [[5, 0], [4, 3], [5, 6]]
-  assert scores.tolist() == [[-1, step.NEG_SCORE], [-3, -4], [-1, -2]]
+  assert scores.tolist() == [[-1, -jnp.inf], [-3, -4], [-1, -2]]
 
 
 def test_nodes_of_a_tree_follow_their_own_beam():
@@ -407,7 +407,7 @@ def test_search_ends_at_the_limit_or_when_no_live_text_can_become_better():
     tokens=None,
     log_probs=jnp.array([[-9.0, -2.0], [-9.0, -2.1], [-9.0, -2.1], [-9.0, -1.0]]),
     finished_tokens=None,
-    scores=jnp.array([[-2.0, -1.0], [-2.0, -1.0], [step.NEG_SCORE, -1.0], [-2.0, -1.0]]),
+    scores=jnp.array([[-2.0, -1.0], [-2.0, -1.0], [-jnp.inf, -1.0], [-2.0, -1.0]]),
     finished=jnp.array([[True, True], [True, True], [False, True], [True, True]]),
     length=jnp.array([4, 4, 4, 10]),
   )
@@ -465,7 +465,7 @@ def test_unverified_nodes_have_no_children_and_no_scores_and_are_not_cached():
   )
   parents, tokens = jnp.array([[-1, -1, 0, 0, 1, 3]]), jnp.array([[5, 7, 7, 5, 9, 7]])
   assert verified.find_child(nodes, parents, tokens).tolist() == [[-1, -1, 1, -1, 3, -1]]
-  log_probs, missing = verified.continuation_log_prob(nodes, parents, tokens), step.NEG_SCORE
+  log_probs, missing = verified.continuation_log_prob(nodes, parents, tokens), -jnp.inf
   assert log_probs.tolist() == [[missing, missing, -1, missing, -3, -8]]
   prune = jax.jit(verified.prune, static_argnames=("count", "depth"))
   for last_entries, count, expected, renumbered in (

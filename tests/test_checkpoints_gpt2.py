@@ -378,6 +378,42 @@ def test_pair_emits_the_tokens_of_its_target(folders, vocabulary):
     assert logits.argmax(-1)[len(ids) - 1 :][: len(written)].tolist() == written
 
 
+# Settings that concern the prompt, and the texts of transformers 5.24 after two prompts. One has
+# token 0, which is no padding; the EOS that our encoder appends is no token of a prompt.
+PROMPTS = ["A man! runs!", "Two dogs, a girl"]
+LIKELY = dict(sequence_bias=[[[300], 2.0], [[0], 4.0]], max_new_tokens=6)
+OF_PROMPT = {
+  "penalty": (dict(encoder_repetition_penalty=3.0), [[0] * 6, [256] * 6]),
+  "inverse penalty": (dict(encoder_repetition_penalty=0.5), [[300], [0, 0, 0, 300]]),
+  "1-grams": (dict(encoder_no_repeat_ngram_size=1), [[300], [0, 0, 0, 300]]),
+  "2-grams and beams": (
+    dict(encoder_no_repeat_ngram_size=2, encoder_repetition_penalty=2.0, num_beams=2),
+    [[0] * 6, [256] * 6],
+  ),
+}
+
+
+@pytest.mark.parametrize("name", OF_PROMPT)
+def test_settings_of_the_prompt_are_those_of_transformers(folders, vocabulary, name):
+  settings, want = OF_PROMPT[name]
+  pair = load_pair(*folders, vocabulary.path)
+  outputs = pair.generate(PROMPTS, gamma=2, batch_size=2, **settings, **LIKELY)
+  assert [output.tokens.tolist() for output in outputs] == want
+
+
+@pytest.mark.parametrize("name", OF_PROMPT)
+def test_texts_with_settings_of_the_prompt_by_transformers(folders, vocabulary, name):
+  torch = pytest.importorskip("torch")
+  from transformers import GPT2LMHeadModel
+
+  settings, want = OF_PROMPT[name]
+  model = GPT2LMHeadModel.from_pretrained(folders[0])
+  for prompt, tokens in zip(PROMPTS, want, strict=True):
+    ids = torch.tensor([vocabulary.encode(prompt)[:-1]])
+    row = model.generate(input_ids=ids, pad_token_id=300, **settings, **LIKELY)[0]
+    assert row[ids.shape[1] :].tolist() == tokens
+
+
 def test_incompatible_models_and_vocabularies_are_rejected(folders, vocabulary, tmp_path):
   target, draft = folders
   arrays = tensors(params(CONFIG))

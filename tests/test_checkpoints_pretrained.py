@@ -5,6 +5,7 @@
 
 import json
 import shutil
+import types
 import warnings
 
 import jax
@@ -18,10 +19,13 @@ from safetensors.numpy import load_file, save_file
 from test_checkpoints_formats import assert_rejected, hf_tensors, params, write_hf
 
 from scripts.checkout_layers import model_files
+from specdec_jax.checkpoints import huggingface
 from specdec_jax.checkpoints.load import load_params, open_checkpoint
-from specdec_jax.core.generation_config import GenerationConfig
+from specdec_jax.core.generation_config import SETTINGS, GenerationConfig
+from specdec_jax.core.sampling import Sampling
 from specdec_jax.data.vocabularies import open_vocabulary
 from specdec_jax.errors import InputError
+from specdec_jax.generate import generation_config
 from specdec_jax.load import load_pair
 
 CONFIG = tiny.config(vocab_size=128, layers=1)
@@ -235,15 +239,18 @@ def t5_and_words(tmp_path):
   [
     (NEUTRAL, None),
     (
-      dict(num_beams=4, no_repeat_ngram_size=2, repetition_penalty=1.5, length_penalty=2.0),
-      "num_beams 4, repetition_penalty 1.5, no_repeat_ngram_size 2, length_penalty 2.0",
+      dict(repetition_penalty=1.5, no_repeat_ngram_size=2, num_beams=4, length_penalty=2.0),
+      "repetition_penalty 1.5, no_repeat_ngram_size 2, num_beams 4, length_penalty 2.0",
     ),
     (
-      dict(forced_bos_token_id=0, bad_words_ids=[[3]]),
+      dict(bad_words_ids=[[3]], forced_bos_token_id=0, forced_eos_token_id=1),
       "bad_words_ids [[3]], forced_bos_token_id 0",
     ),
     (dict(do_sample=True, top_k=10), "do_sample True, top_k 10"),
-    (dict(min_new_tokens=3, encoder_no_repeat_ngram_size=2), "encoder_no_repeat_ngram_size 2, min"),
+    (
+      dict(min_new_tokens=3, encoder_no_repeat_ngram_size=2),
+      "min_new_tokens 3, encoder_no_repeat_ngram_size 2, which",
+    ),
   ],
 )
 def test_commands_name_the_generation_settings_that_they_do_not_apply(t5_and_words, stated, named):
@@ -260,6 +267,202 @@ def test_commands_name_the_generation_settings_that_they_do_not_apply(t5_and_wor
     assert len(said) == (named is not None)
     if named:
       assert said[0].startswith(f"{folder} sets {named}")
+
+
+# Settings of the file, of a task and of the call, and the texts of transformers 5.24.
+BIAS = dict(sequence_bias=[[[1], 2.5]])  # EOS is likely
+OPUS = dict(num_beams=4, bad_words_ids=[[0]], no_repeat_ngram_size=2, forced_eos_token_id=1)
+RENORMALIZED = [32, 41, 19, 4, 19, 20, 20, 25, 32, 11, 4, 1]
+OPUS_TEXTS = [
+  [32, 41, 19, 44, 13, 6, 20, 4, 7, 35, 38, 1],
+  [32, 41, 19, 44, 13, 6, 19, 4, 7, 35, 37, 1],
+]
+MERGED = {
+  "as OPUS-MT": (
+    OPUS | dict(renormalize_logits=True),
+    {},
+    dict(max_new_tokens=12),
+    [RENORMALIZED, [32, 41, 19, 44, 13, 6, 19, 4, 24, 19, 68, 1]],
+  ),
+  "renormalize_logits of the call": (
+    OPUS | dict(renormalize_logits=True),
+    {},
+    dict(max_new_tokens=12, renormalize_logits=False),
+    OPUS_TEXTS,
+  ),
+  "negative length_penalty": (
+    BIAS,
+    {},
+    dict(num_beams=4, length_penalty=-2.0),
+    [[32, 41, 1], [55, 1]],
+  ),
+  "length_penalty of the file, beams of the call": (
+    BIAS | dict(length_penalty=3.0),
+    {},
+    dict(num_beams=4),
+    [[32, 41, 19, 44, 13, 6, 20, 4, 24, 19], [32, 41, 19, 44, 13, 4, 19, 44, 13, 4]],
+  ),
+  "neutral values of a task": (
+    BIAS | dict(num_beams=4, min_length=9, no_repeat_ngram_size=2, length_penalty=3.0),
+    dict(num_beams=1, min_length=0, no_repeat_ngram_size=0),
+    {},
+    [[32, 41, 2, 1], [32, 41, 19, 44, 1]],
+  ),
+  "beams of a task": (
+    BIAS | dict(num_beams=1, length_penalty=3.0, forced_bos_token_id=5),
+    dict(num_beams=4, length_penalty=0.0, forced_eos_token_id=1),
+    dict(min_length=4),
+    [[5, 32, 41, 2, 1], [5, 31, 48, 1]],
+  ),
+}
+
+
+@pytest.fixture
+def merged_case(t5_and_words, request):
+  """Return a folder with the settings of a case, the vocabulary, the call, and the texts."""
+  folder, words = t5_and_words
+  file, task, call, want = MERGED[request.param]
+  ids = dict(decoder_start_token_id=0, eos_token_id=1, pad_token_id=0)
+  change(folder, task_specific_params={"task": task}, **ids)
+  change(folder, "generation_config.json", **file, **ids)
+  return folder, words, task, {"max_new_tokens": 10, **call}, want
+
+
+BEGINNINGS = tiny_pair.SENTENCES[0], tiny_pair.SENTENCES[100]
+
+
+@pytest.mark.parametrize("merged_case", MERGED, indirect=True)
+def test_settings_are_merged_as_in_transformers(merged_case):
+  folder, words, task, call, want = merged_case
+  with warnings.catch_warnings():
+    warnings.simplefilter("error")
+    pair = load_pair(str(folder), vocabulary=words.path)
+    outputs = pair.generate(BEGINNINGS, task="task" if task else None, batch_size=2, **call)
+  assert [output.tokens.tolist() for output in outputs] == want
+
+
+@pytest.mark.parametrize("merged_case", MERGED, indirect=True)
+def test_texts_of_merged_settings_are_those_of_transformers(merged_case):
+  torch = pytest.importorskip("torch")
+  from transformers import T5ForConditionalGeneration
+
+  folder, words, task, call, want = merged_case
+  model = T5ForConditionalGeneration.from_pretrained(folder)
+  for text, tokens in zip(BEGINNINGS, want, strict=True):
+    source = torch.tensor([words.encode(text)])
+    row = model.generate(input_ids=source, **{**task, **call})[0, 1:].tolist()
+    assert row == tokens
+
+
+def test_temperature_and_task_of_a_file_do_not_turn_on_sampling(t5_and_words):
+  """A call that samples does so with the settings of the file, of a folder or in memory."""
+  folder, words = t5_and_words
+  change(folder, task_specific_params={"cold": {"temperature": 0.2}, "all": {"top_k": 0}})
+  change(folder, "generation_config.json", temperature=0.7, top_k=10, bos_token_id=1)
+  fields = json.loads((folder / "config.json").read_text())
+  in_memory = types.SimpleNamespace(
+    config=fields,
+    state_dict=lambda: load_file(folder / "model.safetensors"),
+    generation_config=json.loads((folder / "generation_config.json").read_text()),
+  )
+  for target in (str(folder), in_memory):
+    pair = load_pair(target, vocabulary=words.path)
+    for task, call, want in (
+      (None, {}, Sampling(0.0)),
+      (None, dict(do_sample=True), Sampling(0.7, top_k=10)),
+      (None, dict(temperature=0.9), Sampling(0.9, top_k=10)),
+      (None, dict(do_sample=True, top_k=0), Sampling(0.7)),
+      ("cold", {}, Sampling(0.0)),
+      ("cold", dict(do_sample=True), Sampling(0.2, top_k=10)),
+      ("all", dict(do_sample=True), Sampling(0.7)),
+    ):
+      assert generation_config(pair, task, call)[0].sampling() == want
+
+
+def test_token_ids_of_a_model_in_memory(folder):
+  """As in a folder, those of the generation config take precedence."""
+  state = load_file(folder / "model.safetensors")
+  fields = json.loads((folder / "config.json").read_text())
+  ids = dict(decoder_start_token_id=7, eos_token_id=[9, 1], pad_token_id=None)
+  model = types.SimpleNamespace(config=fields, state_dict=lambda: state, generation_config=ids)
+  checkpoint = open_checkpoint(model)
+  assert (checkpoint.config.start_id, checkpoint.eos_ids) == (7, (9, 1))
+
+
+@pytest.mark.parametrize(
+  ("file", "stated", "named"),
+  [
+    ("config.json", dict(diversity_penalty=0.5, num_beams=4), "diversity_penalty 0.5"),
+    ("config.json", dict(diversity_penalty=0.5, num_beam_groups=1, penalty_alpha=0.0), None),
+    ("generation_config.json", dict(top_h=0.5, do_sample=True), "top_h 0.5"),
+    (
+      "generation_config.json",
+      dict(new_of_2027=[3], max_time=2.0),
+      "new_of_2027 [3], max_time 2.0",
+    ),
+    (
+      "generation_config.json",
+      dict(
+        _from_model_config=True,
+        transformers_version="5.24.0",
+        use_cache=False,
+        cache_implementation="static",
+        output_scores=True,
+        return_dict_in_generate=True,
+        num_assistant_tokens=5,
+        bos_token_id=3,
+        guidance_scale=1.0,
+        begin_suppress_tokens=[],
+        top_h=0.5,
+      ),
+      None,
+    ),
+    (
+      "config.json",
+      dict(task_specific_params={"a": dict(prefix="p", num_beams=2, diversity_penalty=0.5)}),
+      "diversity_penalty 0.5",
+    ),
+  ],
+)
+def test_settings_of_a_file_that_are_not_supported_are_named(t5_and_words, file, stated, named):
+  folder, words = t5_and_words
+  change(folder, file, **stated)
+  with warnings.catch_warnings(record=True) as caught:
+    warnings.simplefilter("always")
+    pair = load_pair(str(folder), vocabulary=words.path)
+    pair.generate([], task="a" if "task_specific_params" in stated else None)
+  assert len(caught) == (named is not None)
+  if named:
+    assert str(caught[0].message).startswith(f"{folder} sets {named}. transformers applies")
+
+
+@pytest.mark.parametrize(
+  ("kind", "fields"),
+  [
+    ("Bart", dict(force_bos_token_to_be_generated=True)),
+    ("Bart", dict(force_bos_token_to_be_generated=True, bos_token_id=5, num_beams=4)),
+    ("Bart", dict(force_bos_token_to_be_generated=False, forced_bos_token_id=6)),
+    ("Bart", dict(forced_eos_token_id=None, min_length=5)),
+    ("MBart", {}),
+    ("Pegasus", dict(length_penalty=0.8, num_beams=8)),
+    ("Marian", dict(bad_words_ids=[[58100]], max_length=512)),
+    ("M2M100", dict(early_stopping=True, num_beams=5, max_length=200)),
+  ],
+)
+def test_settings_in_a_config_without_a_generation_config(kind, fields):
+  """They are those that transformers reads; in older files, some are defaults or have old names."""
+  transformers = pytest.importorskip("transformers")
+  name = {"M2M100": "m2m_100"}.get(kind, kind.lower())
+  config = {"model_type": name, **fields}
+  want = transformers.GenerationConfig.from_model_config(
+    {**getattr(transformers, f"{kind}Config")().to_dict(), **fields}
+  )
+  found = huggingface.generation_of(config, None).settings
+  assert found == {
+    x: y
+    for x, y in want.to_dict().items()
+    if y not in (None, []) and x in SETTINGS and x != "eos_token_id"
+  }
 
 
 def test_list_of_eos_ids(t5_and_words):

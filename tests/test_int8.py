@@ -10,6 +10,7 @@ import pytest
 import tiny_pair
 
 from specdec_jax.checkpoints.checkpoint import param_shapes
+from specdec_jax.checkpoints.load import open_checkpoint
 from specdec_jax.checkpoints.save import save_model
 from specdec_jax.core.sampling import Sampling, row_keys
 from specdec_jax.core.trees import chain
@@ -56,6 +57,18 @@ def logits_of(pair):
     return pair.target.model.extend(params, cache, tokens)[0]
 
   return np.asarray(logits(pair.target.params))
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf])
+def test_weights_that_int8_cannot_represent_are_rejected(tmp_path, value):
+  pair, path = load(kernels="xla"), str(tmp_path / "damaged")
+  checkpoint = open_checkpoint(str(tiny_pair.folder() / "target"))
+  params = checkpoint.load(checkpoint.config)
+  kernel = params["decoder"]["layers_0"]["mlp"]["wo"]["kernel"]
+  params["decoder"]["layers_0"]["mlp"]["wo"]["kernel"] = kernel.at[3, 2].set(value)
+  save_model(path, checkpoint.config, params)
+  with pytest.raises(InputError, match="decoder/layers_0/mlp/wo/kernel of .*damaged.*int8 cannot"):
+    load_pair(path, path, pair.vocabulary, weights="int8")
 
 
 @pytest.mark.parametrize("kernels", KERNELS)

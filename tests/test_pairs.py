@@ -353,6 +353,25 @@ def test_sources_are_cut_to_the_limit_and_keep_eos():
     assert pair.encode(text) == ids and pair.cut(text) is None
 
 
+def test_truncation_is_a_warning_with_the_number_of_texts():
+  """Once per call; the default limit is that of the model, 512 for relative positions."""
+  text = tiny_pair.SENTENCES[0]
+  pair = load(max_source_tokens=5)
+  for call in (
+    lambda: pair.generate([text, "A", text], max_new_tokens=2, batch_size=2),
+    lambda: pair.generate([text, "A", text], max_new_tokens=2, num_beams=2),
+  ):
+    with pytest.warns(UserWarning) as caught:
+      call()
+    (warning,) = caught
+    assert str(warning.message).startswith("2 of 3 texts have more than max_source_tokens (5)")
+    assert warning.filename == __file__
+  assert load().max_source_tokens == 512
+  folder = str(tiny_pair.gpt_folder() / "target")
+  gpt = load_pair(folder, vocabulary=str(tiny_pair.gpt_folder() / "vocabulary.txt"))
+  assert gpt.max_source_tokens == 96
+
+
 def test_prompts_are_padded_to_multiples_of_8():
   """The longest source determines the width, so that texts of similar lengths share a compiled
   program."""

@@ -17,6 +17,7 @@ import tiny
 import tiny_pair
 from test_verifiers import DRAFT_TOKENS, TREES, VERIFIERS, V, enumerated, exact, tables
 
+from specdec_jax.checkpoints.load import open_checkpoint
 from specdec_jax.core.context import Context, Prefixes, node_prefixes
 from specdec_jax.core.decode import Decoder
 from specdec_jax.core.generation_config import GenerationConfig
@@ -24,6 +25,7 @@ from specdec_jax.core.processors import (
   ForcedPrefix,
   ForcedTokens,
   FunctionProcessor,
+  LogitsProcessor,
   MinLength,
   NoRepeatNgram,
   RepetitionPenalty,
@@ -39,6 +41,7 @@ from specdec_jax.drafts.hierarchical import HierarchicalDraft
 from specdec_jax.drafts.model import ModelDraft
 from specdec_jax.errors import InputError
 from specdec_jax.generate import generation_config, size_of_outputs
+from specdec_jax.load import load_pair
 
 EOS = 1
 SOURCE = [2, 1, 2, 1, 0]  # with EOS and padding
@@ -121,6 +124,10 @@ PROCESSORS = {
   "encoder_repetition_penalty": (
     RepetitionPenalty(1 / 1.7, of_prompt=True),
     penalized(lambda text: SOURCE_TOKENS, 1 / 1.7),
+  ),
+  "encoder_repetition_penalty, decoder-only": (
+    RepetitionPenalty(1 / 1.7, of_prompt=True, pad_id=None),
+    penalized(lambda text: text[:PROMPT_LENGTH], 1 / 1.7),
   ),
   "no_repeat_ngram_size 1": (NoRepeatNgram(1), None),
   "no_repeat_ngram_size 2": (NoRepeatNgram(2), unrepeated(lambda text: text, 2)),
@@ -465,6 +472,10 @@ def test_settings_of_a_checkpoint_are_defaults():
   (shortest,) = merged({}, dict(min_length=9, min_new_tokens=2)).processors(9, (1,))
   assert (shortest.min_length, shortest.min_new_tokens) == (0, 2)  # as in transformers
   assert merged(dict(min_new_tokens=2), dict(min_length=9)).min_new_tokens is None
+  task = dict(max_new_tokens=9, num_beams=1)
+  assert merged(file | dict(num_beams=4), task, {}).new_tokens([4]) == [9]
+  assert merged(file | dict(num_beams=4), task, dict(max_length=20)).new_tokens([4]) == [16]
+  assert merged(file | dict(num_beams=4), task, dict(do_sample=None)).num_beams == 1
   pair = tiny_pair.changed(
     tiny_pair.pair(),
     generation=dict(min_new_tokens=4),
@@ -605,6 +616,74 @@ def test_outputs_are_sequences_of_a_trie():
   for output in (*want, *beams):
     assert output.text in tiny_pair.SENTENCES[:20] and output.finish_reason == "eos"
   assert len({output.text for output in beams}) == 4
+
+
+@pytest.mark.parametrize("gamma", [0, 2])
+def test_beam_search_returns_each_possible_text_once(gamma):
+  """A trie of two sequences has two texts, whatever the number of beams."""
+  pair = tiny_pair.pair()
+  words = [[7, 8, 9, 10], [7, 12]]
+  settings = dict(logits_processor=TrieConstraint.of(words, EOS), max_new_tokens=9, gamma=gamma)
+  beams = dict(num_beams=4, num_return_sequences=4, renormalize_logits=True)
+  found = pair.generate(SENTENCES[:2], batch_size=2, **settings, **beams)
+  assert [output.text for output in found[:2]] != [output.text for output in found[1::-1]]
+  assert len(found) == 4
+  for outputs in (found[:2], found[2:]):
+    assert {(*output.tokens.tolist(),) for output in outputs} == {(*word, EOS) for word in words}
+    # The first token, and all but one of the others, are certain.
+    shares = [math.exp(output.score * len(output.tokens)) for output in outputs]
+    assert sum(shares) == pytest.approx(1, abs=1e-4) and outputs[0].score > outputs[1].score
+  one = dict(logits_processor=TrieConstraint.of(words[1:], EOS), decoder_input_ids=[[5, 6]])
+  (output,) = pair.generate(SENTENCES[:1], num_beams=3, gamma=gamma, **one)
+  assert output.tokens.tolist() == [*words[1], EOS] and output.score > -100
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+@pytest.mark.parametrize("how", [dict(gamma=0), dict(gamma=2), dict(num_beams=2)], ids=str)
+def test_processors_that_return_no_finite_logits_are_reported(how, value):
+  def broken(logits, tokens, length):
+    return jnp.where(length == 4, value, logits)
+
+  with pytest.raises(InputError, match="row 0 .* cannot be decoded past token .*logits_processor"):
+    tiny_pair.pair().generate(SENTENCES[:1], logits_processor=broken, min_new_tokens=8, **how)
+
+
+@dataclasses.dataclass(frozen=True)
+class OfOneNode(LogitsProcessor):
+  """Fault: the logits of the first node stand for those of all nodes."""
+
+  def __call__(self, logits, prefixes):
+    return logits[:, :1]
+
+
+def test_ids_outside_of_the_vocabulary_and_other_shapes_are_rejected():
+  pair = tiny_pair.pair()
+  for settings, words in (
+    (dict(eos_token_id=10**6), "eos_token_id has the sequence [1000000]"),
+    (dict(eos_token_id=[1, 10**6], num_beams=2), "eos_token_id has the sequence [1, 1000000]"),
+    (dict(logits_processor=OfOneNode()), "OfOneNode() returns logits of shape (1, 1, "),
+    (dict(logits_processor=OfOneNode(), num_beams=2), "OfOneNode() returns logits of shape"),
+  ):
+    with pytest.raises(InputError) as caught:
+      pair.generate(SENTENCES[:1], **settings)
+    assert words in str(caught.value)
+  checkpoint = open_checkpoint(str(tiny_pair.folder() / "target"))
+  config = dataclasses.replace(checkpoint.config, pad_id=10**6)
+  words = str(tiny_pair.folder() / "vocabulary.model")
+  with pytest.raises(InputError, match="pads sources with token 1000000.*correct pad_token_id"):
+    load_pair((config, checkpoint.load(checkpoint.config)), vocabulary=words)
+
+
+def test_text_does_not_end_at_an_eos_of_the_vocabulary_that_is_not_one_of_the_call():
+  pair = tiny_pair.pair()
+  forced = dict(sequence_bias=[[[EOS], 1e4], [[EOS, 8], 3e4], [[8, 9], 3e4]], max_new_tokens=3)
+  for how in (dict(gamma=2), dict(num_beams=2)):
+    (output,) = pair.generate(SENTENCES[:1], eos_token_id=9, **forced, **how)
+    assert output.tokens.tolist() == [EOS, 8, 9] and output.finish_reason == "eos"
+    assert output.text == pair.vocabulary.decode([8, 9]) != ""
+  assert "".join(pair.stream(SENTENCES[0], eos_token_id=9, **forced)) == output.text
+  (ended,) = pair.generate(SENTENCES[:1], **forced)
+  assert ended.tokens.tolist() == [EOS] and ended.text == ""
 
 
 DRAFTS = "near", "random"

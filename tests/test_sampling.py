@@ -12,7 +12,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from specdec_jax.core import sampling
-from specdec_jax.core.sampling import Sampling, distribution, sample, sample_siblings, split_keys
+from specdec_jax.core.sampling import (
+  Sampling,
+  distribution,
+  filtered,
+  sample,
+  sample_siblings,
+  split_keys,
+)
 
 METHODS = [
   dict(temperature=0.0),
@@ -89,6 +96,23 @@ def test_top_p_keeps_the_fewest_tokens_that_reach_the_mass(top_p, kept):
   want = np.pad(kept, (0, 4 - len(kept)))
   got = distribution(jnp.log(jnp.asarray(probs[order])), Sampling(top_p=top_p))
   np.testing.assert_allclose(got, want[order], atol=1e-6)
+
+
+@pytest.mark.parametrize(
+  "method, kept",
+  [
+    (dict(top_p=0.75), 2),
+    (dict(min_p=0.5), 2),
+    (dict(min_p=0.25), 4),
+    (dict(epsilon_cutoff=0.25), 2),
+    (dict(epsilon_cutoff=0.125), 4),
+  ],
+  ids=str,
+)
+def test_tokens_exactly_at_a_threshold_are_kept(method, kept):
+  probs = jnp.asarray([0.5, 0.25, 0.125, 0.125])  # exact in float32, as are their sums
+  got = filtered(probs, jnp.log2(probs) + 1, Sampling(**method))
+  assert (np.asarray(got) > 0).tolist() == [True] * kept + [False] * (4 - kept)
 
 
 def test_temperature_precedes_top_k_which_precedes_top_p():

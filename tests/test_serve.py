@@ -307,7 +307,7 @@ def test_settings_of_the_command_are_defaults_of_requests(monkeypatch):
 
   services = []
   monkeypatch.setattr(app, "Server", EndedServer)
-  pair = tiny_pair.changed(own_pair(), generation={"do_sample": False, "top_k": 9, "other": 1})
+  pair = tiny_pair.changed(own_pair(), generation={"do_sample": False, "top_k": 9})
   with pytest.raises(RuntimeError, match="A thread of the server has ended"):
     serve(pair, port=0, generation=GenerationConfig(temperature=0.5), model_name="tiny")
   assert services[0].pair.target.generation == {"temperature": 0.5, "top_k": 9}

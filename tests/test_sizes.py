@@ -6,7 +6,6 @@ import jax
 import numpy as np
 import pytest
 
-from specdec_jax.checkpoints.checkpoint import Generation
 from specdec_jax.checkpoints.huggingface import open_state
 from specdec_jax.errors import InputError
 from specdec_jax.models.families import init_params
@@ -190,7 +189,7 @@ CONFIGS = {
 
 @pytest.mark.parametrize("family, size", CONFIGS)
 def test_configuration_equals_that_of_the_published_file(family, size):
-  want = open_state("the file", CONFIGS[family, size], {}, Generation()).config
+  want = open_state("the file", CONFIGS[family, size], {}).config
   got = named_config(family, size)
   # The reader finds padding of the table, and a bias of the logits, in other files.
   got = dataclasses.replace(got, vocab_size=got.table_size, padded_vocab_size=None)

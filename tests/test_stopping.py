@@ -46,6 +46,24 @@ def test_proposals_are_those_of_the_model_while_it_is_confident():
   np.testing.assert_allclose(got.q, np.where(is_made[..., None], want.q, 0), atol=1e-6)
 
 
+@pytest.mark.parametrize("num_tokens, threshold, made", [(1, 1.0, GAMMA), (4, 0.26, 1)])
+def test_draft_continues_exactly_at_the_threshold(num_tokens, threshold, made):
+  """The model's next tokens are equally probable, so that its confidence is 1 / num_tokens."""
+
+  def uniform(model, params, cache, tokens, tree, first):
+    logits, hidden, cache = model.extend(params, cache, tokens, tree, first)
+    possible = jnp.arange(logits.shape[-1]) < num_tokens
+    return jnp.where(possible, 0.0, -jnp.inf) + 0 * logits, hidden, cache
+
+  models = t5()
+  model = tiny.ChangedModel(models.target, uniform)
+  draft = StoppingDraft(ModelDraft(model, Sampling(), chain(GAMMA)), threshold)
+  state = tiny.start(models.target, draft, models.params, models.params, models.prompts, LIMIT)
+  keys = jax.random.split(KEY, len(models.prompts))
+  got, _ = draft.propose(models.params, state.draft_state, state.context, keys)
+  np.testing.assert_array_equal((got.tokens >= 0).sum(axis=1), made)
+
+
 def test_target_verifies_only_the_proposed_length():
   """The target's logits are those of the whole block, and 0 at positions that are skipped."""
   models = t5()

@@ -346,6 +346,15 @@ def test_merged_nodes_are_continued_by_the_union_of_their_children():
   assert found.end.tolist() == [4] and found.weights.argmax(axis=1).tolist() == [0]
 
 
+def test_merging_verification_skips_tokens_that_were_not_proposed():
+  """Their q is 0, so that each uniform number would accept them."""
+  x, p = jnp.array([[-1, 2]]), jnp.full((1, 3, V), 1 / 3)
+  q = jnp.stack([jnp.zeros(V), jnp.eye(V)[2]])[None]
+  for u, end in ((0.0, 2), (0.9, 0)):
+    found = merging.follow(branching(2), x, q, p, jnp.full((1, 2), u))
+    assert found.end.tolist() == [end] and found.is_tried.tolist() == [[False, True]]
+
+
 def test_siblings_without_replacement_are_accepted_more_often():
   """Siblings without replacement are compared with two independently sampled siblings."""
   tree = branching(2)

@@ -63,13 +63,13 @@ class BeamResult(NamedTuple):
   Attributes:
     tokens: new tokens, EOS included; 0 past the end of a text.
     lengths: number of new tokens, EOS included. It is 0 for the missing texts of a row in which
-      some texts finished, but fewer than w.
-    scores: log-probabilities divided by `Scorer.divisor`. If no text of a row finished (see
-      `Scorer`), they are not divided.
+      some texts finished, but fewer than w, or that has fewer than w texts.
+    scores: log-probabilities divided by `Scorer.divisor`; -inf for missing texts. If no text of a
+      row finished (see `Scorer`), they are not divided.
     steps: number of search steps in each round; 0 after the search of a row has ended.
     num_rounds: number of rounds; each has one target forward pass.
-    not_finite: index of the first step that failed, because the target's logits at a node had NaN,
-      +inf or no finite value; -1 if none. The search of the row ends before it.
+    not_finite: index of the first step that failed, because logits at a node, before or after
+      processors, had NaN, +inf or no finite value; -1 if none. The search of the row ends before.
   """
 
   tokens: Int[Array, "B w X"]
@@ -143,7 +143,7 @@ class BeamSearcher(Settings):
     draft: draft that searches ahead; `NullBeamDraft()` is plain beam search.
     num_beams: w, number of live sequences and of results per row.
     length_penalty: exponent of the divisor of log-probabilities (see `Scorer`); 0 for no penalty.
-      It must not be negative, and the divisor must be below 1e30.
+      The divisor must be between 1e-30 and 1e30.
     eos_id: token that ends a text, or several; None to use `target.eos_id`.
     scorer: "t5x" or "hf": the scores and rules of the search; see `Scorer`.
     early_stopping: see `Scorer`.
@@ -206,7 +206,7 @@ class BeamSearcher(Settings):
     nodes = append_nodes(state.verified, new_nodes)
 
     # Replay: steps of plain beam search, as long as all live beams have been verified.
-    finite = jnp.isfinite(logits.max(axis=-1)).all(axis=1)
+    finite = jnp.isfinite(logits.max(axis=-1) + log_probs.max(axis=-1)).all(axis=1)
     live, path = self._replay(state, forest, block, nodes, ~state.done & finite)
     num_steps, slot = live.beams.length - context.length, self._slot(state, live.beams.length)
 
@@ -356,14 +356,15 @@ class BeamSearcher(Settings):
       )
       live = jax.tree.map(functools.partial(_where_rows, active), new_live, live)
 
-      # The next step is possible if the last tokens of all live beams are verified draft tokens.
+      # The next step is possible if the last tokens of all live beams are verified draft tokens. A
+      # beam that does not exist has no continuations.
       if level < depth:
         is_node = live.last_tokens[..., None] == forest.tokens[:, None]
         is_node &= gather(live_nodes, chosen)[..., None] == forest.parents[:, None]
         is_node &= (block.entries[:, num_beams:] >= 0)[:, None]  # [B, w, N]
         live_nodes = num_beams + is_node.argmax(axis=2)
         path.append(live_nodes)
-        all_verified = is_node.any(axis=2).all(axis=1)
+        all_verified = (is_node.any(axis=2) | jnp.isneginf(live.beams.log_probs)).all(axis=1)
         active &= all_verified & ~self._ended(state, live.beams)
     return live, jnp.concatenate(path, axis=1)
 
@@ -419,10 +420,10 @@ class BeamSearcher(Settings):
         f"beams is {self.num_beams}, and each step considers {self._num_top} continuations, more "
         f"than the vocabulary's {self.target.vocab_size}; lower it."
       )
-    # Scores are float32: the longest text's must not be rounded to 0.
+    # Scores are float32: the longest text's must neither be rounded to 0 nor overflow.
     longest = self.target.prompt_tokens(prompt)[0].shape[1] + max_new_tokens
     highest = math.floor(10 * math.log(1e30) / math.log((5 + longest) / 6)) / 10
-    require_number("length_penalty", self.length_penalty, 0, highest)
+    require_number("length_penalty", self.length_penalty, -highest, highest)
 
 
 @functools.partial(jax.jit, static_argnames="max_new_tokens")

@@ -16,14 +16,13 @@ from jaxtyping import Bool, Float, Int
 from specdec_jax.core.arrays import gather
 from specdec_jax.core.settings import Settings, traced
 
-NEG_SCORE = -1e7  # log-probability or score of a text that does not exist
-
 
 class Beams(NamedTuple):
   """Live sequences and finished texts of a search.
 
   After a step, the sequences are in ascending order of log-probability, and the texts in ascending
-  order of score.
+  order of score. A sequence or text that does not exist has log-probability or score -inf, for
+  example if logits processors allow fewer than w.
 
   Attributes:
     tokens: tokens of the live sequences, including those before the search.
@@ -46,7 +45,7 @@ def initial_beams(tokens: Int[Array, "B X"], length: Int[Array, " B"], num_beams
   of the first one.
   """
   batch = len(tokens)
-  no_score = jnp.full((batch, num_beams), NEG_SCORE, jnp.float32)
+  no_score = jnp.full((batch, num_beams), -jnp.inf)
   texts = jnp.repeat(tokens[:, None], num_beams, axis=1)
   return Beams(
     tokens=texts,
@@ -73,7 +72,7 @@ class Scorer(Settings):
   continuations of its step; at the limit, each of these w continuations finishes.
 
   Attributes:
-    length_penalty: exponent; 0 for no penalty.
+    length_penalty: exponent; 0 for no penalty, above 0 to prefer long texts, below 0 short ones.
     early_stopping: for "hf", when a search with w finished texts ends. True: at once. False: when
       no live sequence, at its current length, has a better score than the worst of these texts.
       "never": when none can reach a better score at any length up to the limit.
@@ -115,6 +114,7 @@ def step(
     The beams after the step, and the index of the earlier beam that each live sequence continues.
   """
   batch, num_beams, num_top = log_probs.shape
+  log_probs = jnp.where(jnp.isneginf(beams.log_probs)[..., None], -jnp.inf, log_probs)
   top, index = lax.top_k(log_probs.reshape(batch, -1), num_top)
   parents = index // num_top
   last_tokens = gather(tokens.reshape(batch, -1), index)
@@ -127,15 +127,16 @@ def step(
   if scorer.kind == "hf":
     ends |= (beams.length + 1 >= limit)[:, None]
     finishes = ends & (jnp.arange(num_top) < num_beams)
+  finishes &= top > -jnp.inf
 
   # Live: the best w continuations that do not end.
-  live_log_probs = top + ends * NEG_SCORE
+  live_log_probs = jnp.where(ends, -jnp.inf, top)
   _, live = lax.top_k(live_log_probs, num_beams)
   live = jnp.flip(live, axis=1)
 
   # Finished: the best w of the texts finished earlier and those that end now. The earlier ones come
   # first, because top_k returns the first of equal scores.
-  scores = top / scorer.divisor(beams.length, start)[:, None] + ~finishes * NEG_SCORE
+  scores = jnp.where(finishes, top / scorer.divisor(beams.length, start)[:, None], -jnp.inf)
   scores = jnp.concatenate([beams.scores, scores], axis=1)
   _, best = lax.top_k(scores, num_beams)
   best = jnp.flip(best, axis=1)
@@ -155,11 +156,15 @@ def step(
 def search_ended(
   beams: Beams, scorer: Scorer, start: Int[Array, " B"], limit: Int[Array, " B"]
 ) -> Bool[Array, " B"]:
-  """Return whether the search of each row is done: at the limit, or by the rules of the scorer."""
+  """Return whether the search of each row is done.
+
+  It is done at the limit, if no live sequence exists, or by the rules of the scorer.
+  """
+  at_end = (beams.length >= limit) | jnp.isneginf(beams.log_probs[:, -1])
   longest = limit
   if scorer.kind == "hf":
     if scorer.early_stopping is True:
-      return (beams.length >= limit) | beams.finished.all(axis=1)
+      return at_end | beams.finished.all(axis=1)
     # The divisor takes the number of tokens before the last one.
     current = beams.length - 1
     longest = current
@@ -168,7 +173,7 @@ def search_ended(
   best_live = beams.log_probs[:, -1] / scorer.divisor(longest, start)
   worst_finished = beams.scores.min(axis=1)
   better = best_live > worst_finished if scorer.kind == "hf" else best_live >= worst_finished
-  return (beams.length >= limit) | (beams.finished.all(axis=1) & ~better)
+  return at_end | (beams.finished.all(axis=1) & ~better)
 
 
 def best_first(
@@ -182,5 +187,5 @@ def best_first(
   any_finished = beams.finished.any(axis=1)[:, None]
   texts = jnp.where(any_finished[..., None], beams.finished_tokens, beams.tokens)
   scores = jnp.where(any_finished, beams.scores, beams.log_probs)
-  exists = beams.finished | ~any_finished
+  exists = scores > -jnp.inf
   return jnp.flip(texts, axis=1), jnp.flip(scores, axis=1), jnp.flip(exists, axis=1)

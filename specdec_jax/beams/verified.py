@@ -15,7 +15,6 @@ import jax.numpy as jnp
 from jax import Array
 from jaxtyping import Float, Int
 
-from specdec_jax.beams.step import NEG_SCORE
 from specdec_jax.core.arrays import gather
 
 NO_ENTRY = -1
@@ -71,14 +70,14 @@ def continuation_log_prob(
 ) -> Float[Array, "B K"]:
   """Return the log-probability of the whole text that ends with each token after its parent.
 
-  It is NEG_SCORE if the parent has no entry, or if the token is not among the continuations of the
+  It is -inf if the parent has no entry, or if the token is not among the continuations of the
   parent.
   """
   if not nodes.tokens.shape[1]:
-    return jnp.full(tokens.shape, NEG_SCORE, jnp.float32)
+    return jnp.full(tokens.shape, -jnp.inf)
   index = jnp.maximum(parents, 0)
   matches = (gather(nodes.continuations, index) == tokens[..., None]) & (parents[..., None] >= 0)
-  return jnp.where(matches, gather(nodes.log_probs, index), NEG_SCORE).max(axis=2)
+  return jnp.where(matches, gather(nodes.log_probs, index), -jnp.inf).max(axis=2)
 
 
 def prune(

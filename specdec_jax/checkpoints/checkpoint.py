@@ -34,16 +34,13 @@ _NORM = "decoder/decoder_norm/scale"
 
 
 class Generation(NamedTuple):
-  """Generation settings of a checkpoint that change the output of transformers' `generate`.
+  """Settings of a checkpoint for transformers' `generate`, by their names in transformers.
 
   Attributes:
-    file: source of the settings, for messages, such as generation_config.json; "" if there is none.
-    settings: settings that apply and differ from their neutral values.
-    tasks: for each task in `task_specific_params` of config.json, its settings that apply and
-      differ from their neutral values, and its `prefix`.
+    settings: settings of the model, supported or not.
+    tasks: for each task in `task_specific_params` of config.json, its settings, and its `prefix`.
   """
 
-  file: str = ""
   settings: Mapping[str, Any] = types.MappingProxyType({})
   tasks: Mapping[str, Mapping[str, Any]] = types.MappingProxyType({})
 

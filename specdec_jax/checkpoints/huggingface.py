@@ -17,6 +17,7 @@ from specdec_jax.checkpoints.checkpoint import Checkpoint, Generation
 from specdec_jax.checkpoints.families import FAMILIES
 from specdec_jax.checkpoints.families.mapping import read_eos_ids, require_known
 from specdec_jax.checkpoints.formats import Leaf, read_safetensors
+from specdec_jax.core.generation_config import SETTINGS
 from specdec_jax.errors import InputError
 from specdec_jax.models.config import GPTConfig, T5Config
 
@@ -25,50 +26,45 @@ WEIGHTS = "model.safetensors"
 _INDEX = "model.safetensors.index.json"  # says in which file each array is
 _GENERATION = "generation_config.json"
 _TOKENS = "decoder_start_token_id", "eos_token_id", "pad_token_id"
-# Generation settings that change outputs, with their neutral values. None and [] are neutral too.
-_NEUTRAL: dict[str, Any] = {
-  "max_length": 20,  # the default of transformers, which older versions wrote into each file
-  "max_new_tokens": None,
-  **dict.fromkeys(("num_beams", "num_beam_groups", "num_return_sequences"), 1),
-  **dict.fromkeys(("repetition_penalty", "encoder_repetition_penalty", "guidance_scale"), 1.0),
-  **dict.fromkeys(("no_repeat_ngram_size", "encoder_no_repeat_ngram_size"), 0),
-  **dict.fromkeys(("min_length", "min_new_tokens", "penalty_alpha"), 0),
-  **dict.fromkeys(("bad_words_ids", "force_words_ids", "constraints", "sequence_bias"), None),
-  **dict.fromkeys(("forced_bos_token_id", "forced_eos_token_id", "forced_decoder_ids"), None),
-  **dict.fromkeys(("suppress_tokens", "begin_suppress_tokens", "stop_strings"), None),
-  **dict.fromkeys(("exponential_decay_length_penalty", "watermarking_config"), None),
-  "do_sample": False,
-}
-_NEUTRAL_FOR_BEAMS = {"length_penalty": 1.0, "early_stopping": False, "diversity_penalty": 0.0}
-_NEUTRAL_FOR_SAMPLING = {
-  "temperature": 1.0,
-  "top_k": None,
-  "top_p": 1.0,
-  "typical_p": 1.0,
-  "min_p": None,
-}
-_NEUTRAL_FOR_SAMPLING |= {"epsilon_cutoff": 0.0, "eta_cutoff": 0.0}
+_FORCED_EOS = {"bart": 2, "mbart": 2, "pegasus": 1, "marian": 0}  # defaults of config.json
+# Settings of `generate` that are not supported; config.json may have them next to other fields.
+_UNSUPPORTED = (
+  *("num_beam_groups", "diversity_penalty", "constraints", "force_words_ids", "penalty_alpha"),
+  *("guidance_scale", "exponential_decay_length_penalty", "begin_suppress_tokens", "max_time"),
+  *("forced_decoder_ids", "watermarking_config", "token_healing", "dola_layers", "top_h"),
+)
+# Fields of generation_config.json that do not change outputs, or that are read elsewhere.
+_IGNORED = re.compile(
+  r"_.*|.*cache.*|output_.*|return_dict.*|.*assistant.*|.*_lookbehind|.*compile.*|bos_token_id|"
+  r"prompt_lookup_num_tokens|max_matching_ngram_size|speculation_type|use_mtp|prefill_chunk_size|"
+  r"low_memory|continuous_batching_config|remove_invalid_values|transformers_version"
+)
 
 
 def open_huggingface(folder: str) -> Checkpoint:
   """Open the checkpoint of a supported model that `save_pretrained` wrote as safetensors."""
-  fields, file = files.read_json(folder, CONFIG), CONFIG
-  tasks, settings = fields.get("task_specific_params"), fields
+  fields, generation = files.read_json(folder, CONFIG), None
   if files.is_file(folder, _GENERATION):
-    file, settings = _GENERATION, files.read_json(folder, _GENERATION)
-  # Token ids in generation_config.json take precedence.
-  ids = {name: settings[name] for name in _TOKENS if settings.get(name) is not None}
-  generation = generation_of(file, settings, tasks)
-  return open_state(folder, fields | ids, read_arrays(folder), generation)
+    generation = files.read_json(folder, _GENERATION)
+  return open_state(folder, fields, read_arrays(folder), generation)
 
 
 def open_state(
-  path: str, fields: Mapping[str, Any], state: Mapping[str, Any], generation: Generation
+  path: str,
+  fields: Mapping[str, Any],
+  state: Mapping[str, Any],
+  generation: Mapping[str, Any] | None = None,
 ) -> Checkpoint:
-  """Return the `Checkpoint` of a model of transformers, given its configuration and its arrays."""
+  """Return the `Checkpoint` of a model of transformers, given its configuration and its arrays.
+
+  `generation` has the fields of generation_config.json. Its token ids take precedence. If it is
+  None, generation settings are those in `fields`.
+  """
   fields = {"model_type": None, **fields}
   require_known(path, fields, model_type=tuple(FAMILIES))
   family = FAMILIES[fields["model_type"]]
+  settings = generation_of(fields, generation)
+  fields |= {name: x for name in _TOKENS if (x := (generation or {}).get(name)) is not None}
   config = family.config(path, fields)
   names = family.names(config)
   arrays: dict[str, Any] = {}
@@ -88,7 +84,7 @@ def open_state(
   if fields.get("eos_token_id") is None:  # T5Gemma may name it for the decoder only
     fields = fields.get("decoder") or {}
   eos_ids = read_eos_ids(fields, config.eos_id)
-  return Checkpoint(path, config, leaves, eos_ids=eos_ids, generation=generation)
+  return Checkpoint(path, config, leaves, eos_ids=eos_ids, generation=settings)
 
 
 def read_arrays(folder: str) -> dict[str, Any]:
@@ -125,8 +121,7 @@ def open_in_memory(model: Any) -> Checkpoint:
     return Checkpoint(name, config, leaves, eos_ids=(config.eos_id,), name=name)
   fields = _fields(config)
   generation = getattr(model, "generation_config", None)
-  settings = fields if generation is None else _fields(generation)
-  generation = generation_of("its generation_config", settings, fields.get("task_specific_params"))
+  generation = None if generation is None else _fields(generation)
   state = {key: _array(value) for key, value in arrays.items()}
   return dataclasses.replace(open_state(name, fields, state, generation), name=name)
 
@@ -141,22 +136,28 @@ def _array(value: Any) -> np.ndarray:
   return np.asarray(value)
 
 
-def generation_of(
-  file: str, settings: Mapping[str, Any], tasks: Mapping[str, Mapping[str, Any]] | None
-) -> Generation:
-  """Return the generation settings that change outputs, for the model and for each of its tasks."""
-  of_tasks = {
-    task: _effective(given) | {name: x for name, x in given.items() if name == "prefix"}
-    for task, given in (tasks or {}).items()
+def generation_of(fields: Mapping[str, Any], generation: Mapping[str, Any] | None) -> Generation:
+  """Return the generation settings of a model and of its tasks; see `open_state`."""
+  if generation is None:
+    forced_eos = _FORCED_EOS.get(fields["model_type"])
+    fields = {"bos_token_id": 0, "forced_eos_token_id": forced_eos, **fields}
+    generation = {name: fields.get(name) for name in (*SETTINGS, *_UNSUPPORTED)}
+    if fields.get("force_bos_token_to_be_generated"):
+      generation["forced_bos_token_id"] = fields["bos_token_id"]
+  settings = {
+    name: value
+    for name, value in generation.items()
+    if value not in (None, [])
+    and name not in _TOKENS
+    and not _IGNORED.fullmatch(name)
+    and (name, value) != ("max_length", 20)  # the default, which transformers 4 wrote into files
   }
-  return Generation(file, _effective(settings), of_tasks)
+  do_sample = {"do_sample": settings.get("do_sample", False)}
 
+  def with_do_sample(given: Mapping[str, Any]) -> dict[str, Any]:
+    return (do_sample if "temperature" in given else {}) | dict(given)
 
-def _effective(settings: Mapping[str, Any]) -> dict[str, Any]:
-  neutral = dict(_NEUTRAL)
-  if settings.get("num_beams") not in (None, 1):
-    neutral |= _NEUTRAL_FOR_BEAMS
-  if settings.get("do_sample"):
-    neutral |= _NEUTRAL_FOR_SAMPLING
-  given = {name: settings[name] for name in neutral if settings.get(name) not in (None, [])}
-  return {name: value for name, value in given.items() if value != neutral[name]}
+  tasks = fields.get("task_specific_params") or {}
+  return Generation(
+    with_do_sample(settings), {task: with_do_sample(given) for task, given in tasks.items()}
+  )

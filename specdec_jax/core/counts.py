@@ -57,6 +57,7 @@ def require_finite(result: DecodeResult) -> DecodeResult:
     if token >= 0:
       raise InputError(
         f"row {row} of a batch cannot be decoded past token {token}: the target's logits or the "
-        "draft's probabilities there are NaN or infinite; look for damaged weights, or use float32."
+        "draft's probabilities there are NaN or infinite; look for damaged weights or a "
+        "logits_processor that returns them, or use float32."
       )
   return result

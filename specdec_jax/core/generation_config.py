@@ -18,6 +18,7 @@ from specdec_jax.core.processors import (
   MinLength,
   NoRepeatNgram,
   Processors,
+  Renormalize,
   RepetitionPenalty,
   SequenceBias,
 )
@@ -32,6 +33,17 @@ PROCESSORS = (
   *("encoder_no_repeat_ngram_size", "bad_words_ids", "min_length", "min_new_tokens"),
   *("forced_bos_token_id", "forced_eos_token_id", "suppress_tokens", "logits_processor"),
 )  # settings of logits processors
+_FOR_BEAMS = "length_penalty", "early_stopping", "diversity_penalty", "renormalize_logits"
+_FOR_SAMPLING = (
+  *("temperature", "top_k", "top_p", "min_p", "typical_p", "epsilon_cutoff", "eta_cutoff", "top_h"),
+)
+# Values without an effect. For other settings it is 0 or False; None and [] are without effect too.
+_NEUTRAL: dict[str, Any] = {
+  **dict.fromkeys(("num_beams", "num_beam_groups", "num_return_sequences", "guidance_scale"), 1),
+  **dict.fromkeys(("repetition_penalty", "encoder_repetition_penalty", "length_penalty"), 1),
+  **dict.fromkeys(("temperature", "top_p", "typical_p"), 1),
+  **dict.fromkeys(("forced_bos_token_id", "forced_eos_token_id"), None),
+}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -70,9 +82,11 @@ class GenerationConfig:
       tokens [T] and length to logits [V], or a list of these. They apply after the others.
     num_return_sequences: number of outputs per text; 1 by default.
     num_beams: number of beams; 1, the default, for no beam search.
-    length_penalty: exponent of the length penalty in the scores of beams; by default 1 for the
-      scorer "hf" and 0.6 for "t5x".
+    length_penalty: exponent of the length penalty in the scores of beams (see `Scorer`); by default
+      1 for the scorer "hf" and 0.6 for "t5x".
     early_stopping: when a beam search ends; False (the default), True or "never" (see `Scorer`).
+    renormalize_logits: whether a beam search normalizes log-probabilities again after the logits
+      processors; False by default. Without beams, it has no effect.
     beam_scorer: "hf", the default, for scores and rules of transformers; "t5x" for those of t5x.
   """
 
@@ -104,12 +118,14 @@ class GenerationConfig:
   num_beams: int | None = None
   length_penalty: float | None = None
   early_stopping: bool | Literal["never"] | None = None
+  renormalize_logits: bool | None = None
   beam_scorer: Literal["t5x", "hf"] | None = None
 
   def __post_init__(self):
     for name, choices in (
       ("do_sample", (None, False, True)),
       ("early_stopping", (None, False, True, "never")),
+      ("renormalize_logits", (None, False, True)),
       ("beam_scorer", (None, "t5x", "hf")),
     ):
       if getattr(self, name) not in choices:
@@ -129,26 +145,27 @@ class GenerationConfig:
     self.sampling()
 
   @classmethod
-  def merged(cls, defaults: Mapping[str, Any], given: Mapping[str, Any]) -> "GenerationConfig":
-    """Return a checkpoint's settings `defaults`, overridden by those in `given` that are not None.
+  def merged(cls, *sources: Mapping[str, Any]) -> "GenerationConfig":
+    """Return the settings of several sources, such as a checkpoint, a task and a call.
 
-    If `max_new_tokens` or `max_length` is given, both defaults are dropped. The same holds for
-    `min_new_tokens` and `min_length`, and for `do_sample` and `temperature`; but a given
-    `do_sample=True` keeps the default temperature.
+    Later sources take precedence. None stands for a setting that is not given. Either of
+    `max_new_tokens` and `max_length` replaces both of earlier sources, and the same holds for
+    `min_new_tokens` and `min_length`. A temperature also replaces `do_sample` of earlier sources.
     """
-    given = {name: value for name, value in given.items() if value is not None}
-    replaced = {*given}
-    for names in (
-      ("max_new_tokens", "max_length"),
-      ("min_new_tokens", "min_length"),
-      ("do_sample", "temperature"),
-    ):
-      if replaced & {*names}:
-        replaced |= {*names}
-    kept = {name: value for name, value in defaults.items() if name not in replaced}
-    if given.get("do_sample") and "temperature" in defaults and "temperature" not in given:
-      kept["temperature"] = defaults["temperature"]
-    return cls(**kept, **given)
+    found: dict[str, Any] = {}
+    for source in sources:
+      given = {name: value for name, value in source.items() if value is not None}
+      for name, replaced in (
+        ("max_new_tokens", "max_length"),
+        ("max_length", "max_new_tokens"),
+        ("min_new_tokens", "min_length"),
+        ("min_length", "min_new_tokens"),
+        ("temperature", "do_sample"),
+      ):
+        if name in given:
+          found.pop(replaced, None)
+      found |= given
+    return cls(**found)
 
   def sampling(self) -> Sampling:
     """Return the sampling method."""
@@ -161,7 +178,8 @@ class GenerationConfig:
       raise InputError("do_sample is True and temperature is 0, which is argmax; give one of them.")
     names = ("top_k", "top_p", "min_p", "typical_p", "epsilon_cutoff", "eta_cutoff")
     given = {name: getattr(self, name) for name in names if getattr(self, name) is not None}
-    return Sampling(temperature, **given)
+    sampling = Sampling(temperature, **given)
+    return Sampling(0.0) if sampling.is_argmax else sampling
 
   def eos_ids(self, default: int) -> tuple[int, ...]:
     """Return the tokens that end a text; `default` is used if `eos_token_id` is None."""
@@ -181,8 +199,14 @@ class GenerationConfig:
       )
     return limits
 
-  def processors(self, vocab_size: int, eos_ids: tuple[int, ...], pad_id: int = 0) -> Processors:
-    """Return the logits processors in the order of transformers, with `logits_processor` last."""
+  def processors(
+    self, vocab_size: int, eos_ids: tuple[int, ...], pad_id: int | None = 0
+  ) -> Processors:
+    """Return the logits processors in the order of transformers, with `logits_processor` last.
+
+    `pad_id` is the token that pads sources; None for a decoder-only model.
+    """
+    self._require_tokens("eos_token_id", [eos_ids], vocab_size)
     eos = HashableArray(np.array(eos_ids, np.int32))
     found: list[LogitsProcessor] = []
     if self.sequence_bias:
@@ -227,6 +251,8 @@ class GenerationConfig:
     for processor in own if isinstance(own, list | tuple) else (own,):
       is_built_in = isinstance(processor, LogitsProcessor)
       found.append(processor if is_built_in else FunctionProcessor(processor))
+    if self.renormalize_logits and (self.num_beams or 1) > 1:
+      found.append(Renormalize())
     return tuple(found)
 
   @staticmethod
@@ -244,6 +270,17 @@ def _token_ids(name: str, value: Any) -> tuple[int, ...]:
   for token in ids:
     require_count(name, token, 0)
   return ids
+
+
+def with_effect(settings: Mapping[str, Any]) -> dict[str, Any]:
+  """Return the settings, by their names in transformers, that change outputs."""
+  others = () if settings.get("num_beams") not in (None, 1) else _FOR_BEAMS
+  others += () if settings.get("do_sample") else _FOR_SAMPLING
+  return {
+    name: value
+    for name, value in settings.items()
+    if name not in others and value not in (None, [], _NEUTRAL.get(name, 0))
+  }
 
 
 SETTINGS = tuple(field.name for field in dataclasses.fields(GenerationConfig))

@@ -22,7 +22,7 @@ from jaxtyping import Bool, Float, Int
 
 from specdec_jax.core.context import Prefixes
 from specdec_jax.core.settings import HashableArray, Settings, traced
-from specdec_jax.errors import InputError, require_count
+from specdec_jax.errors import InputError, require_count, shown
 
 
 class LogitsProcessor(Settings, abc.ABC):
@@ -46,7 +46,12 @@ def process(
   logits = processed = logits.astype(jnp.float32)
   for processor in processors:
     processed = processor(processed, prefixes)
-  return jnp.where((processed > -jnp.inf).any(axis=-1, keepdims=True), processed, logits)
+    if processed.shape != logits.shape:
+      raise InputError(
+        f"The logits_processor {shown(processor)} returns logits of shape {processed.shape}; they "
+        f"must keep their shape {logits.shape}."
+      )
+  return jnp.where(jnp.isneginf(processed).all(axis=-1, keepdims=True), logits, processed)
 
 
 _ANY = -1  # matches every token at the beginning of a shorter sequence
@@ -64,15 +69,16 @@ class RepetitionPenalty(LogitsProcessor):
     of_prompt: whether to penalize tokens that occur in the prompt, instead of those in the text.
       With the inverse of the penalty, this is `encoder_repetition_penalty` of transformers; there,
       padding of the prompt counts as a token, and here it does not.
+    pad_id: token that pads sources; None for a decoder-only model, whose texts begin with the
+      prompt.
   """
 
   penalty: float = traced(1.0)
   of_prompt: bool = False
-  pad_id: int = 0
+  pad_id: int | None = 0
 
   def __call__(self, logits: Float[Array, "B K V"], prefixes: Prefixes) -> Float[Array, "B K V"]:
-    tokens = prefixes.prompt[:, None] if self.of_prompt else prefixes.tokens
-    exists = tokens != self.pad_id if self.of_prompt else _is_text(prefixes)
+    tokens, exists = _tokens_of(prefixes, self.of_prompt, self.pad_id)
     occurs = _occurring(tokens, exists, logits.shape[-1])
     penalized = jnp.where(logits < 0, logits * self.penalty, logits / self.penalty)
     return jnp.where(occurs, penalized, logits)
@@ -86,15 +92,15 @@ class NoRepeatNgram(LogitsProcessor):
     size: n, at least 1.
     of_prompt: whether n-grams of the prompt must not be repeated, instead of those of the text
       (`encoder_no_repeat_ngram_size` of transformers).
+    pad_id: see `RepetitionPenalty`.
   """
 
   size: int = traced(0)
   of_prompt: bool = False
-  pad_id: int = 0
+  pad_id: int | None = 0
 
   def __call__(self, logits: Float[Array, "B K V"], prefixes: Prefixes) -> Float[Array, "B K V"]:
-    tokens = prefixes.prompt[:, None] if self.of_prompt else prefixes.tokens
-    exists = tokens != self.pad_id if self.of_prompt else _is_text(prefixes)
+    tokens, exists = _tokens_of(prefixes, self.of_prompt, self.pad_id)
     positions = jnp.arange(tokens.shape[-1])
 
     def match_one_more(i: Any, matches: Bool[Array, "B K T"]) -> Bool[Array, "B K T"]:
@@ -221,6 +227,14 @@ class ForcedPrefix(LogitsProcessor):
 
 
 @dataclasses.dataclass(frozen=True)
+class Renormalize(LogitsProcessor):
+  """Normalize logits to log-probabilities (`renormalize_logits` of transformers)."""
+
+  def __call__(self, logits: Float[Array, "B K V"], prefixes: Prefixes) -> Float[Array, "B K V"]:
+    return jnp.where(jnp.isneginf(logits), logits, jax.nn.log_softmax(logits))
+
+
+@dataclasses.dataclass(frozen=True)
 class FunctionProcessor(LogitsProcessor):
   """Apply a function to the logits of each token and to the text before the token.
 
@@ -236,8 +250,18 @@ class FunctionProcessor(LogitsProcessor):
     return of_rows(logits, prefixes.tokens, prefixes.length)
 
 
-def _is_text(prefixes: Prefixes) -> Bool[Array, "B K T"]:
-  return jnp.arange(prefixes.tokens.shape[-1]) < prefixes.length[..., None]
+def _tokens_of(
+  prefixes: Prefixes, of_prompt: bool, pad_id: int | None
+) -> tuple[Int[Array, "B K T"], Bool[Array, "B K T"]]:
+  """Return the tokens of each text or of its prompt, and whether each of them exists."""
+  if of_prompt and pad_id is not None:
+    tokens = prefixes.prompt[:, None]
+    # Padding follows the last token of a source.
+    return tokens, jnp.cumsum(tokens[..., ::-1] != pad_id, axis=-1)[..., ::-1] > 0
+  tokens, length = prefixes.tokens, prefixes.length
+  if of_prompt:
+    length = jnp.minimum(length, prefixes.prompt_length[:, None])
+  return tokens, jnp.arange(tokens.shape[-1]) < length[..., None]
 
 
 def _token_before_end(prefixes: Prefixes, i: Any) -> Int[Array, "B K 1"]:

@@ -400,7 +400,7 @@ class Loaded:
     model: M_p.
     vocabulary: vocabulary of target and draft.
     path: checkpoint, for records; None if there is none.
-    generation: generation settings of the checkpoint, by field of `GenerationConfig`.
+    generation: generation settings of the checkpoint, fields of `GenerationConfig`.
     tasks: `task_specific_params` of the checkpoint: for each task, its generation settings and the
       `prefix` of its sources.
   """

@@ -92,7 +92,11 @@ def cached_datastore(vocabulary: Vocabulary, path: str) -> Datastore:
   if cache:
     with contextlib.suppress(OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile):
       with np.load(cached_path) as arrays:
-        return Datastore(*(jnp.asarray(arrays[name]) for name in Datastore._fields))
+        found = Datastore(*(arrays[name] for name in Datastore._fields))
+        if {(x.dtype, x.ndim) for x in found} != {(np.dtype(np.int32), 1)}:
+          raise ValueError("not a datastore")
+        if len(found.tokens) == len(found.places) + REACH:
+          return Datastore(*map(jnp.asarray, found))
   store = build_datastore(map(vocabulary.encode_output, lines), vocabulary.start_id)
   if cache:
     with contextlib.suppress(OSError):  # it is not cached, and the next run builds it again

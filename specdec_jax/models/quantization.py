@@ -23,6 +23,8 @@ def quantize(
 def column_scales(kernel: Float[np.ndarray, "E F"]) -> Float[np.ndarray, " F"]:
   """Return the scales of the columns of a matrix; see `quantize`."""
   largest = np.abs(np.asarray(kernel, np.float32)).max(axis=0)
+  if not np.isfinite(largest).all():
+    raise ValueError("int8 cannot represent NaN or infinity, and it has them")
   return np.where(largest > 0, largest / np.float32(MAX_INT8), np.float32(1)).astype(np.float32)
 
 

@@ -21,6 +21,7 @@ _UNSUPPORTED: dict[str, tuple[Any, str]] = {
   "suffix": ("", "leave it out"),
   "num_beams": (1, "run specdec translate --beams, which searches with beams"),
   **dict.fromkeys(("length_penalty", "early_stopping", "beam_scorer"), (None, "leave it out")),
+  "renormalize_logits": (None, "leave it out"),
   "logits_processor": (None, "use the settings of built-in processors"),
   "max_new_tokens": (None, "use max_tokens"),
   "num_return_sequences": (None, "use n"),

@@ -6,7 +6,7 @@ import sys
 import time
 from collections.abc import Sequence
 
-from specdec_jax.core.generation_config import SETTINGS, GenerationConfig
+from specdec_jax.core.generation_config import GenerationConfig
 from specdec_jax.errors import InputError, require_count, require_number
 from specdec_jax.pair import Pair
 from specdec_jax.serve.engine import Limits
@@ -51,8 +51,8 @@ def serve(
       f"specdec serve needs {error.name}, which is not installed; run pip install "
       "'specdec_jax[serve]' (in a checkout, '.[serve]')."
     ) from error
-  known = {name: value for name, value in pair.target.generation.items() if name in SETTINGS}
-  merged = vars(GenerationConfig.merged(known, vars(generation or GenerationConfig())))
+  given = vars(generation or GenerationConfig())
+  merged = vars(GenerationConfig.merged(pair.target.generation, given))
   defaults = {name: value for name, value in merged.items() if value is not None}
   served = pair.with_target(generation=defaults)
   with socket.create_server((host, port), backlog=1024) as listener:
