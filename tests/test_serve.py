@@ -48,7 +48,7 @@ class Running:
   def __init__(self, limits=LIMITS):
     self.listener = socket.create_server(("127.0.0.1", 0))
     self.url = f"http://127.0.0.1:{self.listener.getsockname()[1]}"
-    self.service = Service(own_pair(), gamma=2, limits=limits)
+    self.service = Service(own_pair(), gamma=2, limits=limits, name="target")
     self.server = Server(self.service, self.listener)
     self.client = client_of(self.url)
 
@@ -227,7 +227,7 @@ MALFORMED = [
   ({"temperature": -1}, "temperature is -1"),
   ({"seed": 2**40}, "seed is 1099511627776"),
   ({"logprobs": 5}, "logprobs is 5"),
-  ({"stop": [*"abcde"]}, "stop is ['a', 'b', 'c', 'd', 'e']; give at most 4 nonempty strings."),
+  ({"stop": [*"abcde"]}, "stop is ['a', 'b', 'c', 'd', 'e']; give at most 4 strings of 1"),
   ({"stop": ""}, "stop is ''"),
   ({"stream": 1}, "stream is 1, which has the wrong type."),
   ({"stream_options": {"x": 1}}, "stream_options is {'x': 1}"),
@@ -309,7 +309,7 @@ def test_settings_of_the_command_are_defaults_of_requests(monkeypatch):
   monkeypatch.setattr(app, "Server", EndedServer)
   pair = tiny_pair.changed(own_pair(), generation={"do_sample": False, "top_k": 9, "other": 1})
   with pytest.raises(RuntimeError, match="A thread of the server has ended"):
-    serve(pair, port=0, generation=GenerationConfig(temperature=0.5), model_name="tiny")
+    serve(lambda: pair, port=0, generation=GenerationConfig(temperature=0.5), model_name="tiny")
   assert services[0].pair.target.generation == {"temperature": 0.5, "top_k": 9}
   assert services[0].name == "tiny"
   services[0].engine.stop()
@@ -482,7 +482,7 @@ def test_limits_that_contradict_each_other_are_rejected():
 def test_port_in_use_is_reported(running):
   port = running.listener.getsockname()[1]
   with pytest.raises(OSError, match="Address already in use"):
-    serve(own_pair(), port=port)
+    serve(lambda: pytest.fail("loaded"), port=port)
 
 
 @contextlib.contextmanager
@@ -490,7 +490,7 @@ def command(port):
   """Run `specdec serve` until it is killed; wait until it answers."""
   paths = {name: tiny_pair.folder() / name for name in ("target", "near", "vocabulary.model")}
   flags = dict(zip(("target", "draft", "vocabulary"), paths.values()), port=port, gamma=2)
-  flags |= dict(num_slots=2, max_new_tokens=1024)
+  flags |= dict(num_slots=2, max_new_tokens=1024, model_name="target")
   run = [sys.executable, "-m", "specdec_jax.run", "serve"]
   run += [f"--{name}={value}" for name, value in flags.items()]
   process = subprocess.Popen(run, cwd=ROOT, stderr=subprocess.PIPE, text=True)
