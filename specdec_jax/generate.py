@@ -448,7 +448,7 @@ class GenerateCall:
       self.config.sampling(),
       self.tree,
       self.lenience,
-      HashableArray(eos_ids, np.int32) if len(eos_ids) > 1 else eos_ids[0],
+      HashableArray(np.array(eos_ids, np.int32)) if len(eos_ids) > 1 else eos_ids[0],
       (*processors, *more_processors),
       self.logprobs,
     )

@@ -104,7 +104,7 @@ class HuggingFaceTokenizer(Vocabulary):
     kept = [i for i in self.until_eos(ids) if i in self._tokens]
     return self._clean_up(self._tokenizer.decode(kept, skip_special_tokens=True))
 
-  def decode_stable(self, ids: Sequence[int]) -> str:
+  def decode_stable(self, ids: Iterable[int]) -> str:
     # One incomplete character turns all bytes next to it into U+FFFD.
     skipped, kept = self.special_ids, self.until_eos(ids)
     while kept and (kept[-1] in skipped or _BYTE.fullmatch(self._tokens.get(kept[-1], ""))):

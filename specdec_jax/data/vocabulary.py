@@ -84,7 +84,7 @@ class Vocabulary(abc.ABC):
   def decode(self, ids: Iterable[int]) -> str:
     """Return the text of the ids before EOS, without special tokens and ids out of range."""
 
-  def decode_stable(self, ids: Sequence[int]) -> str:
+  def decode_stable(self, ids: Iterable[int]) -> str:
     """Return the beginning of `decode(ids)` that no further tokens can change."""
     return _UNSTABLE.sub("", self.decode(ids), count=1)
 

@@ -78,7 +78,9 @@ def serve(
       while server.is_running:
         time.sleep(0.2)
     except KeyboardInterrupt:
-      _LOG.info("Shutting down; requests that have begun are completed within %g s.", shutdown_seconds)
+      _LOG.info(
+        "Shutting down; requests that have begun are completed within %g s.", shutdown_seconds
+      )
       server.close(shutdown_seconds)
       _LOG.info("The server has ended.")
     else:
