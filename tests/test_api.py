@@ -130,7 +130,7 @@ def test_pieces_of_a_stream_concatenate_to_the_output(how, verifier):
 class Spaced(SentencePieces):
   """A vocabulary whose texts change as they grow: spaces and incomplete characters vanish."""
 
-  PIECES = b" '", b"s", b" n", b"'t", b"\xe2\x82", b"\xac", b" .", b"it", b" ' "
+  PIECES = b" '", b"s", b" n", b"'t", b"\xe2\x82", b"\xac", b" ' "
 
   def decode(self, ids):
     text = b"".join(self.PIECES[i % len(self.PIECES)] for i in self.until_eos(ids))
@@ -143,8 +143,8 @@ def test_stream_and_stop_strings_with_a_text_that_changes():
   vocabulary.__class__ = Spaced
   pair = tiny_pair.changed(own_pair(), vocabulary=vocabulary)
   how = dict(gamma=1, temperature=1.5, min_new_tokens=30, max_new_tokens=30)
-  stops = set()
-  for seed in range(3):
+  texts = ""
+  for seed in range(5):
     (whole,) = pair.generate(["A man"], seed=seed, **how)
     pieces = [*pair.stream("A man", seed=seed, **how)]
     assert "".join(pieces) == whole.text and len(pieces) > 5
@@ -154,8 +154,8 @@ def test_stream_and_stop_strings_with_a_text_that_changes():
       assert "".join(pair.stream("A man", seed=seed, stop_strings=stop, **how)) == cut.text
       assert cut.finish_reason == "stop_string" and cut.text == vocabulary.decode(cut.tokens)
       assert cut.text.index(stop) == whole.text.index(stop)
-      stops.add(stop)
-  assert any("\u20ac" in stop for stop in stops) and any("'" in stop for stop in stops)
+    texts += whole.text
+  assert "\u20ac" in texts and "'t" in texts and " n" in texts
 
 
 @pytest.mark.parametrize(

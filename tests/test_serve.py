@@ -292,9 +292,10 @@ def test_other_errors_have_their_status(running):
 @pytest.mark.filterwarnings("ignore:overflow encountered in cast")
 def test_failure_of_a_request_does_not_affect_others(running):
   """A bias that is infinite in float32 makes the logits of one request infinite."""
+  (token,) = own_pair().vocabulary.encode_target("a")[-1:]
   with pytest.raises(openai.InternalServerError, match="cannot be decoded past token 0"):
-    running.complete(sequence_bias=[[[5], 1e39]])
-  stream = running.complete(sequence_bias=[[[5] * 9, 1e39], [[5], 50.0]], stream=True)
+    running.complete(sequence_bias=[[[token], 1e39]])
+  stream = running.complete(sequence_bias=[[[token] * 9, 1e39], [[token], 50.0]], stream=True)
   assert next(stream).choices[0].text
   with pytest.raises(openai.APIError, match="cannot be decoded past token"):
     list(stream)

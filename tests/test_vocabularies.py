@@ -467,10 +467,10 @@ def test_stable_text_does_not_change(folder_of, name):
 @pytest.mark.parametrize(
   "name, text, expected",
   [
-    ("t5", "A 's", ["", "A", "A", "A", "A's"]),
-    ("t5gemma", "é€A", ["", "", "", "", "", "", "é€A"]),
-    ("bart", "é€A", ["", "", "é", "é", "é", "é€", "é€A"]),
-    ("byt5", "é€A", ["", "", "é", "é", "é", "é€", "é€A"]),
+    ("t5", "A 's", ["", "", "A", "A", "A", "A's"]),
+    ("t5gemma", "€A", ["", "", "", "", "€A"]),
+    ("bart", "€A", ["", "", "", "€", "€A"]),
+    ("byt5", "€A", ["", "", "", "€", "€A"]),
   ],
 )
 def test_stable_text_ends_before_what_may_change(folder_of, name, text, expected):

@@ -69,12 +69,11 @@ class Server:
   async def _completions(self, request: Request) -> Any:
     start = time.monotonic()
     try:
-      body = await self._body(request)
-      completion = await asyncio.to_thread(
-        lambda: Completion(self._service, parse_request(body), start)
+      body, loop = await self._body(request), asyncio.get_running_loop()
+      # The event loop goes on while a long prompt is encoded.
+      return await asyncio.to_thread(
+        lambda: Completion(self._service, parse_request(body), start, loop)
       )
-      completion.submit()
-      return completion
     except ClientDisconnect:
       self._service.metrics.count(499, "the client left while it sent the body")
       return Response(status_code=499)  # which nobody receives

@@ -64,11 +64,7 @@ class Choice:
     piece = self.text[self._num_chars :]
     if not (piece or self.ended):
       return None
-    choice: dict[str, Any] = {
-      "index": self._index,
-      "text": piece,
-      "logprobs": self._take_logprobs(),
-    }
+    choice: dict[str, Any] = {"index": self._index, "text": piece, "logprobs": self._logprobs()}
     choice["finish_reason"] = None
     if self.ended:
       choice["finish_reason"] = "length" if self.output.finish_reason == "length" else "stop"
@@ -77,7 +73,7 @@ class Choice:
     self._num_chars = len(self.text)
     return choice
 
-  def _take_logprobs(self) -> dict[str, Any] | None:
+  def _logprobs(self) -> dict[str, Any] | None:
     """Return the tokens that begin in the text so far, or all at the end, and were not sent yet."""
     assert self.output is not None
     if self.output.logprobs is None:
@@ -108,15 +104,17 @@ class Choice:
 class Completion:
   """Request for completions and its answer, an ASGI application.
 
-  `submit` puts its texts into the queue of the engine. They are cancelled when the client
-  disconnects.
+  Its texts are put into the queue of the engine, and cancelled when the client disconnects.
   """
 
-  def __init__(self, service: Service, request: CompletionRequest, start: float):
-    """Validate a request that arrived at time `start`, or raise an error.
-
-    Long prompts take time, so this runs in a thread other than that of the event loop.
-    """
+  def __init__(
+    self,
+    service: Service,
+    request: CompletionRequest,
+    start: float,
+    loop: asyncio.AbstractEventLoop,
+  ):
+    """Validate a request that arrived at time `start`, and queue its texts, or raise an error."""
     self._service, self._request, self._start = service, request, start
     if request.model != service.name:
       message = f"The model {request.model!r:.60} does not exist; give {service.name!r}."
@@ -131,7 +129,7 @@ class Completion:
     seed = secrets.randbelow(2**31) if request.seed is None else request.seed
     keys = sample_keys(seed, 0, len(prompts), request.n)
     self._choices = [Choice(call, index) for index in range(num_outputs)]
-    self._changed = asyncio.Event()
+    self._loop, self._changed = loop, asyncio.Event()
     self._updates: dict[int, tuple[DecodeResult | Exception, bool]] = {}
     self._is_streaming = False  # whether the beginning of a stream was sent
     self._needs_rounds = request.stream or bool(call.config.stop_strings)
@@ -146,12 +144,8 @@ class Completion:
       )
       for index in range(num_outputs)
     ]
-
-  def submit(self) -> None:
-    """Queue the texts, in the thread of the event loop, or raise an error."""
-    self._loop = asyncio.get_running_loop()
     try:
-      self._service.engine.submit(self._texts)
+      service.engine.submit(self._texts)
     except queue.Full:
       raise RequestError(429, "The queue is full; send the request again later.") from None
     except Closed as error:
@@ -237,8 +231,8 @@ class Completion:
       if left:
         self._service.engine.cancel(left)
       seconds = time.monotonic() - self._start
-      counts = f"{len(self._choices)} outputs, {self._num_tokens} tokens, {seconds:.2f} s"
-      metrics.count(status, counts)
+      counts = f"{len(self._choices)} outputs, {self._num_tokens} tokens"
+      metrics.count(status, f"{counts}, {seconds:.2f} s")
       metrics.duration.observe(seconds)
 
   async def _answer(self, scope: Any, receive: Any, send: Any) -> int:
