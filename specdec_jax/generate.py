@@ -26,6 +26,7 @@ from specdec_jax.core.generation_config import DEFAULT_NEW_TOKENS, GenerationCon
 from specdec_jax.core.loading import DecodeSettings
 from specdec_jax.core.processors import ForcedPrefix, LogitsProcessor, Processors
 from specdec_jax.core.sampling import row_keys
+from specdec_jax.core.settings import HashableArray
 from specdec_jax.core.trees import AnyTree, DynamicTree
 from specdec_jax.core.types import DecodeResult, Rounds
 from specdec_jax.errors import InputError, require_count, require_seed, require_text
@@ -76,11 +77,9 @@ class Output:
     return self._read() if self._read else ()
 
   @property
-  def acceptance_length(self) -> float:
-    """Mean number of tokens per round; a round is one target forward pass."""
-    if self.rounds is None:
-      raise InputError("The output of a beam search has no rounds.")
-    return len(self.tokens) / len(self.rounds.num_emitted)
+  def acceptance_length(self) -> float | None:
+    """Mean number of tokens per round, which is one target forward pass; None for a beam search."""
+    return None if self.rounds is None else len(self.tokens) / len(self.rounds.num_emitted)
 
   def show(self, console: Console | None = None) -> None:
     """Print each round: accepted tokens, [-rejected], [+the target's token]; see `round_text`."""
@@ -216,16 +215,15 @@ def stream(
   )
   decoder, batch = call.decoder(), _Batch(pair, config, [text], 0, 1, None)
   state = _init(decoder, pair.params, batch.prompt, sample_keys(seed, 0, 1, 1), **batch.options)
-  sent, done = "", False
+  num_sent, done = 0, False
   while not done:
     state = _round(decoder, pair.params, state)
-    output = call.output(require_finite(jax.device_get(decoder.result(state))), 0)
-    done = bool(state.done[0]) or output.finish_reason == "stop_string"
-    piece = output.text.removeprefix(sent)
-    # An incomplete character is held back until it is complete.
-    if piece and (done or not output.text.endswith("\ufffd")):
+    done = bool(state.done[0])
+    output = call.output(require_finite(jax.device_get(decoder.result(state))), 0, done)
+    done |= output.finish_reason == "stop_string"
+    if piece := output.text[num_sent:]:
       yield piece
-      sent = output.text
+    num_sent += len(piece)
 
 
 def generation_config(
@@ -376,12 +374,16 @@ def _search_batches(
 
 def _candidate(pair: Pair, tokens: np.ndarray, score: float, eos_ids: Sequence[int]) -> Output:
   reason: FinishReason = "eos" if tokens[-1] in eos_ids else "length"
-  return Output(_decode(pair, tokens), tokens, reason, score=score)
+  return Output(text_of(pair, tokens), tokens, reason, score=score)
 
 
-def _decode(pair: Pair, tokens: np.ndarray) -> str:
-  """Return the text of an output, which the vocabulary's EOS need not end (`eos_token_id`)."""
-  return pair.vocabulary.decode(tokens[tokens != pair.vocabulary.eos_id])
+def text_of(pair: Pair, tokens: np.ndarray, is_complete: bool = True) -> str:
+  """Return the text of an output, which the vocabulary's EOS need not end (`eos_token_id`).
+
+  If it is not complete, the result is its beginning that no further tokens can change.
+  """
+  words = pair.vocabulary
+  return (words.decode if is_complete else words.decode_stable)(tokens[tokens != words.eos_id])
 
 
 class _Batch:
@@ -443,8 +445,9 @@ class GenerateCall:
 
   @functools.cached_property
   def eos_ids(self) -> tuple[int, ...]:
-    """Tokens that end a text."""
-    return self.config.eos_ids(self.pair.vocabulary.eos_id)
+    """Tokens that end a text; several are padded to a power of two with copies."""
+    ids = self.config.eos_ids(self.pair.vocabulary.eos_id)
+    return (*ids, *ids[:1] * ((1 << (len(ids) - 1).bit_length()) - len(ids)))
 
   def decoder(self, more_processors: Processors = ()) -> Decoder:
     """Return the decoder, with `more_processors` after the logits processors of the settings."""
@@ -454,46 +457,48 @@ class GenerateCall:
       self.config.sampling(),
       self.tree,
       self.lenience,
-      eos_ids if len(eos_ids) > 1 else eos_ids[0],
+      HashableArray(np.array(eos_ids, np.int32)) if len(eos_ids) > 1 else eos_ids[0],
       (*processors, *more_processors),
       self.logprobs,
     )
 
-  def output(self, result: DecodeResult, row: int) -> Output:
-    """Return the output of a row of a batch."""
+  def output(self, result: DecodeResult, row: int, is_complete: bool = True) -> Output:
+    """Return the output of a row of a batch.
+
+    If it is not complete, its text is the beginning that further tokens cannot change, unless that
+    has a stop string.
+    """
     tokens = np.asarray(result.tokens[row, : result.lengths[row]])
-    decode = functools.partial(_decode, self.pair)
+    text = text_of(self.pair, tokens, is_complete)
     reason: FinishReason = "eos" if len(tokens) and tokens[-1] in self.eos_ids else "length"
-    length = self._length_at_stop_string(tokens)
-    if length is not None:
+    ends = [text.find(stop) + len(stop) for stop in self.stops if stop in text]
+    if ends:  # the output ends with the token that completes the first stop string
+      texts = (text_of(self.pair, tokens[:i]) for i in range(1, len(tokens) + 1))
+      length, text = next((i, x) for i, x in enumerate(texts, 1) if x.startswith(text[: min(ends)]))
       tokens, reason = tokens[:length], "stop_string"
     emitted = result.rounds.num_emitted[:, row]
     num_forced = int(emitted.sum() - result.lengths[row])
     before = np.cumsum(emitted) - emitted
     ran = (emitted > 0) & (before < len(tokens) + num_forced)
     rounds = jax.tree.map(lambda of_all: of_all[ran, row], result.rounds)
-    tree = self.pair.proposed_tree(self.config.sampling(), self.tree)
-    parents = () if isinstance(tree, DynamicTree) else tree.parents
-    read = functools.partial(read_rounds, result, row, self.pair.vocabulary.pieces, parents)
-    output = Output(decode(tokens), tokens, reason, rounds, _read=read)
+    pieces, result_of_row = self.pair.vocabulary.pieces, batching.one_row(result, row)
+    read = functools.partial(read_rounds, result_of_row, 0, pieces, self._parents)
+    output = Output(text, tokens, reason, rounds, _read=read)
     if result.log_probs is None:
       return output
     model, processed = np.asarray(result.log_probs[row, : len(tokens)]).T
     return dataclasses.replace(output, logprobs=processed, model_logprobs=model)
 
-  def _length_at_stop_string(self, tokens: np.ndarray) -> int | None:
-    """Return the number of tokens up to the end of the first stop string; None without one."""
+  @functools.cached_property
+  def _parents(self) -> Sequence[int]:
+    tree = self.pair.proposed_tree(self.config.sampling(), self.tree)
+    return () if isinstance(tree, DynamicTree) else tree.parents
+
+  @property
+  def stops(self) -> tuple[str, ...]:
+    """Strings that end a text."""
     stops = self.config.stop_strings or ()
-    stops = (stops,) if isinstance(stops, str) else stops
-    decode = functools.partial(_decode, self.pair)
-
-    def has_stop(length: int) -> bool:
-      text = decode(tokens[:length])
-      return any(stop in text for stop in stops)
-
-    if not has_stop(len(tokens)):
-      return None
-    return next(length for length in range(1, len(tokens) + 1) if has_stop(length))
+    return (stops,) if isinstance(stops, str) else tuple(stops)
 
 
 def _decode_in_slots(

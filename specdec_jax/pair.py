@@ -21,6 +21,7 @@ from specdec_jax.core.generation_config import (
 from specdec_jax.core.memory import require_memory
 from specdec_jax.core.processors import Processors
 from specdec_jax.core.sampling import Sampling
+from specdec_jax.core.settings import HashableArray
 from specdec_jax.core.trees import AnyTree, chain
 from specdec_jax.core.types import DecodeResult, DraftOptions, DraftSpec, Loaded, Params, Verifier
 from specdec_jax.core.verify.tokens import TokenVerifier
@@ -148,7 +149,7 @@ class Pair:
     sampling: Sampling,
     tree: AnyTree,
     lenience: float = 1.0,
-    eos_id: int | tuple[int, ...] | None = None,
+    eos_id: int | HashableArray | None = None,
     processors: Processors = (),
     logprobs: bool = False,
   ) -> Decoder:

@@ -18,6 +18,7 @@ import shlex
 import sys
 import tokenize
 import traceback
+import warnings
 from collections.abc import Callable, Iterable, Sequence
 
 import gin
@@ -51,6 +52,7 @@ def main(argv: Sequence[str]) -> int:
     Exit status: 0 for success; 2 for an InputError or OSError, with a message on stderr; 130 after
     Ctrl-C; 141 if the reader of standard output has closed it.
   """
+  warnings.formatwarning = lambda message, *_: f"warning: {message}\n"
   try:
     values = _flags()
     names, bindings = to_bindings(values(argv, known_only=True)[1:])

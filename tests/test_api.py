@@ -1,5 +1,6 @@
 """Test the public interface of `specdec_jax`, as a user's program uses it."""
 
+import copy
 import dataclasses
 import json
 import math
@@ -16,6 +17,8 @@ from specdec_jax.core.sampling import Sampling, row_keys
 from specdec_jax.core.trees import Tree, chain
 from specdec_jax.core.verify.blocks import BlockVerifier
 from specdec_jax.core.verify.tokens import TokenVerifier
+from specdec_jax.data.pieces import SentencePieces
+from specdec_jax.data.tokenizer_config import TokenizerConfig
 from specdec_jax.errors import InputError
 from specdec_jax.measure import calibrate
 
@@ -124,6 +127,37 @@ def test_pieces_of_a_stream_concatenate_to_the_output(how, verifier):
   assert 1 < len(pieces) <= len(whole.rounds.num_emitted)
 
 
+class Spaced(SentencePieces):
+  """A vocabulary whose texts change as they grow: spaces and incomplete characters vanish."""
+
+  PIECES = b" '", b"s", b" n", b"'t", b"\xe2\x82", b"\xac", b" ' "
+
+  def decode(self, ids):
+    text = b"".join(self.PIECES[i % len(self.PIECES)] for i in self.until_eos(ids))
+    config = TokenizerConfig(fields={"clean_up_tokenization_spaces": True})
+    return config.clean_up(text.decode(errors="replace"))
+
+
+def test_stream_and_stop_strings_with_a_text_that_changes():
+  vocabulary = copy.copy(own_pair().vocabulary)
+  vocabulary.__class__ = Spaced
+  pair = tiny_pair.changed(own_pair(), vocabulary=vocabulary)
+  how = dict(gamma=1, temperature=1.5, min_new_tokens=30, max_new_tokens=30)
+  texts = ""
+  for seed in range(5):
+    (whole,) = pair.generate(["A man"], seed=seed, **how)
+    pieces = [*pair.stream("A man", seed=seed, **how)]
+    assert "".join(pieces) == whole.text and len(pieces) > 5
+    for start in range(0, len(whole.text), 3):
+      stop = whole.text[start : start + 2]
+      (cut,) = pair.generate(["A man"], seed=seed, stop_strings=[stop, "never"], **how)
+      assert "".join(pair.stream("A man", seed=seed, stop_strings=stop, **how)) == cut.text
+      assert cut.finish_reason == "stop_string" and cut.text == vocabulary.decode(cut.tokens)
+      assert cut.text.index(stop) == whole.text.index(stop)
+    texts += whole.text
+  assert "\u20ac" in texts and "'t" in texts and " n" in texts
+
+
 @pytest.mark.parametrize(
   "changes, words",
   [
@@ -193,6 +227,7 @@ def test_beam_search_returns_the_best_text_first():
     assert scores == sorted(scores, reverse=True)
     assert scores == pytest.approx([text.score for text in same], abs=1e-5)
     assert texts[0].text == pair.vocabulary.decode(texts[0].tokens)
+    assert texts[0].rounds is None and texts[0].acceptance_length is None
 
 
 @pytest.mark.parametrize(

@@ -40,7 +40,7 @@ from specdec_jax.core.verify.gumbel import GumbelVerifier
 from specdec_jax.drafts.hierarchical import HierarchicalDraft
 from specdec_jax.drafts.model import ModelDraft
 from specdec_jax.errors import InputError
-from specdec_jax.generate import generation_config, size_of_outputs
+from specdec_jax.generate import GenerateCall, generation_config, size_of_outputs
 from specdec_jax.load import load_pair
 
 EOS = 1
@@ -541,6 +541,29 @@ def test_log_probabilities_are_those_of_the_target():
   adjusted = np.stack([reference(row, [0, *tokens[:i]]) for i, row in enumerate(logits.tolist())])
   log_probs = adjusted - np.log(np.exp(adjusted).sum(axis=1, keepdims=True))
   np.testing.assert_allclose(plain[0].logprobs, log_probs[rows, tokens], atol=1e-4)
+
+
+@pytest.mark.parametrize(
+  "settings",
+  [
+    lambda size: dict(bad_words_ids=[[5], [*range(3, size)]]),
+    lambda size: dict(eos_token_id=[*range(3, size)], min_length=4),
+  ],
+  ids=["bad_words_ids", "eos_token_id"],
+)
+def test_programs_do_not_grow_with_lists_of_tokens(settings):
+  pair = tiny_pair.pair()
+
+  def num_equations(size):
+    config = GenerationConfig(**settings(size))
+    decoder = GenerateCall(pair, config, chain(1)).decoder()
+    init = functools.partial(decoder.init, max_new_tokens=4)
+    state = jax.eval_shape(init, pair.params, np.ones((1, 8), np.int32), jax.random.key(0))
+    traced = jax.make_jaxpr(lambda decoder, state: decoder.round(pair.params, state))
+    program = traced(decoder, state)
+    return len(program.eqns), len(program.in_avals)
+
+  assert num_equations(6) == num_equations(70)
 
 
 @pytest.mark.slow

@@ -6,6 +6,7 @@ import pathlib
 import subprocess
 import sys
 import tomllib
+import warnings
 
 import gin
 import pytest
@@ -259,6 +260,7 @@ def test_errors_and_exit_statuses(folder, capsys):
 
   message = "error: gamma is 0; a round needs at least 1 draft token.\n"
   assert error(capsys, *args("input")) == message
+  assert warnings.formatwarning(UserWarning("text"), UserWarning, "", 1) == "warning: text\n"
   assert main(*args("input"), "--debug") == 2
   err = capsys.readouterr().err
   assert "Traceback" in err and "tiny_work.py" in err and err.endswith(message)

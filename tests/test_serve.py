@@ -1,7 +1,9 @@
 """Test the HTTP server with the client of OpenAI."""
 
 import asyncio
+import concurrent.futures
 import contextlib
+import copy
 import json
 import pathlib
 import re
@@ -13,16 +15,23 @@ import threading
 import time
 
 import httpx
+import jax
 import numpy as np
 import openai
 import pytest
 import tiny_pair
 
 from specdec_jax.core.generation_config import GenerationConfig
+from specdec_jax.core.trees import chain
+from specdec_jax.core.types import DecodeResult, Rounds
+from specdec_jax.data.pieces import SentencePieces
 from specdec_jax.errors import InputError
+from specdec_jax.generate import GenerateCall
 from specdec_jax.serve import app
 from specdec_jax.serve import service as service_module
+from specdec_jax.serve import slots as slots_module
 from specdec_jax.serve.app import Server
+from specdec_jax.serve.completion import Choice
 from specdec_jax.serve.engine import Closed, Engine, Limits
 from specdec_jax.serve.protocol import EXTRA_FIELDS
 from specdec_jax.serve.server import serve
@@ -48,7 +57,7 @@ class Running:
   def __init__(self, limits=LIMITS):
     self.listener = socket.create_server(("127.0.0.1", 0))
     self.url = f"http://127.0.0.1:{self.listener.getsockname()[1]}"
-    self.service = Service(own_pair(), gamma=2, limits=limits)
+    self.service = Service(own_pair(), gamma=2, limits=limits, name="target")
     self.server = Server(self.service, self.listener)
     self.client = client_of(self.url)
 
@@ -227,8 +236,13 @@ MALFORMED = [
   ({"temperature": -1}, "temperature is -1"),
   ({"seed": 2**40}, "seed is 1099511627776"),
   ({"logprobs": 5}, "logprobs is 5"),
-  ({"stop": [*"abcde"]}, "stop is ['a', 'b', 'c', 'd', 'e']; give at most 4 nonempty strings."),
+  ({"stop": [*"abcde"]}, "stop is ['a', 'b', 'c', 'd', 'e']; give at most 4 strings of 1"),
   ({"stop": ""}, "stop is ''"),
+  ({"stop": "a" * 257}, "stop is 'aaaa"),
+  ({"bad_words_ids": [[5]] * 1025}, "bad_words_ids has a list of 1025 entries; give at most 1024."),
+  ({"bad_words_ids": [[5], [5] * 65]}, "bad_words_ids has a list of 65 entries; give at most 64."),
+  ({"eos_token_id": [5] * 5000}, "eos_token_id has a list of 5000 entries"),
+  ({"sequence_bias": [[[5] * 65, 1.0]]}, "sequence_bias has a list of 65 entries"),
   ({"stream": 1}, "stream is 1, which has the wrong type."),
   ({"stream_options": {"x": 1}}, "stream_options is {'x': 1}"),
   ({"best_of": 2}, "best_of is 2, which is not supported"),
@@ -278,9 +292,10 @@ def test_other_errors_have_their_status(running):
 @pytest.mark.filterwarnings("ignore:overflow encountered in cast")
 def test_failure_of_a_request_does_not_affect_others(running):
   """A bias that is infinite in float32 makes the logits of one request infinite."""
+  (token,) = own_pair().vocabulary.encode_target("a")[-1:]
   with pytest.raises(openai.InternalServerError, match="cannot be decoded past token 0"):
-    running.complete(sequence_bias=[[[5], 1e39]])
-  stream = running.complete(sequence_bias=[[[5] * 9, 1e39], [[5], 50.0]], stream=True)
+    running.complete(sequence_bias=[[[token], 1e39]])
+  stream = running.complete(sequence_bias=[[[token] * 9, 1e39], [[token], 50.0]], stream=True)
   assert next(stream).choices[0].text
   with pytest.raises(openai.APIError, match="cannot be decoded past token"):
     list(stream)
@@ -309,13 +324,20 @@ def test_settings_of_the_command_are_defaults_of_requests(monkeypatch):
   monkeypatch.setattr(app, "Server", EndedServer)
   pair = tiny_pair.changed(own_pair(), generation={"do_sample": False, "top_k": 9})
   with pytest.raises(RuntimeError, match="A thread of the server has ended"):
-    serve(pair, port=0, generation=GenerationConfig(temperature=0.5), model_name="tiny")
+    serve(lambda: pair, port=0, generation=GenerationConfig(temperature=0.5), model_name="tiny")
   assert services[0].pair.target.generation == {"temperature": 0.5, "top_k": 9}
   assert services[0].name == "tiny"
   services[0].engine.stop()
 
 
-def test_metrics_count_requests_and_tokens(running):
+def test_largest_lists_are_accepted(running):
+  words = [[5] * 64, *([6 + i % 50] * 2 for i in range(1023))]
+  fields = dict(bad_words_ids=words, eos_token_id=[1, *range(1024, 2047)], stop="a" * 256)
+  assert running.complete(**fields).choices[0].text
+
+
+def test_metrics_count_requests_and_tokens(running, caplog):
+  caplog.set_level("INFO", "specdec_jax")
   before = running.metrics()
   answer = running.complete()
   running.post({})
@@ -336,6 +358,103 @@ def test_metrics_count_requests_and_tokens(running):
   assert after["specdec_acceptance_length"] == pytest.approx(mean)
   assert after["specdec_slots"] == LIMITS.num_slots * LIMITS.max_groups
   assert after["specdec_queue_length"] == after["specdec_slots_in_use"] == 0
+  complete, rejected = caplog.messages
+  num_tokens = answer.usage.completion_tokens
+  assert re.fullmatch(rf"/v1/completions 200: 1 outputs, {num_tokens} tokens, [.0-9]+ s", complete)
+  assert rejected == "/v1/completions 400: The body has no model; give one."
+
+
+def test_programs_of_default_settings_are_compiled_by_the_warm_up():
+  limits = Limits(num_slots=2, max_new_tokens=7, max_outputs=2)
+  service = Service(tiny_pair.pair(max_source_tokens=16), gamma=1, limits=limits)
+  assert service.name == f"{tiny_pair.folder().name}/target"
+  service.warm_up()
+  programs = [
+    getattr(slots_module, name) for name in ("_prefill", "_fill", "_run_rounds", "_result")
+  ]
+  num_compiled = [program._cache_size() for program in programs]
+  decoder = service.call(GenerationConfig()).decoder()
+  done = threading.Semaphore(0)
+  for lengths in ([3], [2, 9], [16]):
+    service.engine.submit(
+      [
+        Text(decoder, [5] * n, jax.random.key(n), n, lambda _, end: end and done.release())
+        for n in lengths
+      ]
+    )
+    for _ in lengths:
+      assert done.acquire(timeout=WAIT)
+  assert [program._cache_size() for program in programs] == num_compiled
+  service.engine.stop()
+
+
+class Slow(SentencePieces):
+  """A vocabulary that encodes a text when `goes_on` is set."""
+
+  encoding, goes_on = threading.Event(), threading.Event()
+
+  def encode(self, text):
+    self.encoding.set()
+    assert self.goes_on.wait(WAIT)
+    return super().encode(text)
+
+
+def test_other_requests_are_answered_while_a_prompt_is_encoded(running, monkeypatch):
+  vocabulary = copy.copy(own_pair().vocabulary)
+  vocabulary.__class__ = Slow
+  pair = tiny_pair.changed(own_pair(), vocabulary=vocabulary)
+  stream = running.complete(stream=True, max_tokens=32)
+  pieces = [next(stream).choices[0].text]
+  monkeypatch.setattr(running.service, "pair", pair)
+  with concurrent.futures.ThreadPoolExecutor() as pool:
+    answer = pool.submit(running.complete)
+    assert Slow.encoding.wait(WAIT)
+    assert httpx.get(f"{running.url}/health").status_code == 200
+    pieces += [chunk.choices[0].text for chunk in stream]
+    assert not answer.done() and len(pieces) > 2
+    Slow.goes_on.set()
+    assert answer.result().choices[0].text
+
+
+def test_client_that_leaves_in_the_middle_of_its_body_is_counted(running, caplog):
+  before = running.metrics().get('specdec_requests_total{status="499"}', 0)
+  with socket.create_connection(running.listener.getsockname()) as client:
+    head = b"POST /v1/completions HTTP/1.1\r\nHost: a\r\nContent-Length: 99\r\n\r\n"
+    client.sendall(head + b"{")
+    time.sleep(0.1)
+  wait_for(lambda: running.metrics().get('specdec_requests_total{status="499"}', 0) == before + 1)
+  assert not [record for record in caplog.records if record.levelname == "ERROR"]
+
+
+@pytest.mark.parametrize("size", [1, 2, 20])
+def test_offsets_are_those_of_the_characters_of_tokens(size):
+  """A choice is updated after every `size` tokens; each token is one byte."""
+
+  class Bytes(SentencePieces):
+    def decode(self, ids):
+      return bytes(int(i) for i in ids if i != 1).decode(errors="replace")
+
+    def pieces(self, ids):
+      return [chr(i) for i in ids]
+
+  vocabulary = copy.copy(own_pair().vocabulary)
+  vocabulary.__class__ = Bytes
+  pair = tiny_pair.changed(own_pair(), vocabulary=vocabulary)
+  choice = Choice(GenerateCall(pair, GenerationConfig(), chain(0), logprobs=True), 0)
+  tokens = [*"a€b🎉".encode(), 1]
+  sent = []
+  for end in [*range(size, len(tokens), size), len(tokens)]:
+    rows = np.ones((end, 1), np.int32)
+    rounds = Rounds(np.zeros((end, 1, 0), np.int32), 0 * rows, rows, rows)
+    logprobs = np.stack([-np.arange(end)] * 2, axis=-1)[None]
+    result = DecodeResult(np.array([tokens[:end]]), [end], rounds, end, -rows[:1, 0], logprobs)
+    choice.update(result, done=end == len(tokens))
+    sent += [piece] if (piece := choice.take()) else []
+  assert "".join(piece["text"] for piece in sent) == "a€b🎉"
+  parts = [piece["logprobs"] for piece in sent]
+  assert sum((part["text_offset"] for part in parts), []) == [0, 1, 1, 1, 2, 3, 3, 3, 3, 4]
+  assert sum((part["token_logprobs"] for part in parts), []) == [-i for i in range(len(tokens))]
+  assert "".join(piece for part in parts for piece in part["tokens"]) == "".join(map(chr, tokens))
 
 
 async def until(condition):
@@ -482,7 +601,7 @@ def test_limits_that_contradict_each_other_are_rejected():
 def test_port_in_use_is_reported(running):
   port = running.listener.getsockname()[1]
   with pytest.raises(OSError, match="Address already in use"):
-    serve(own_pair(), port=port)
+    serve(lambda: pytest.fail("loaded"), port=port)
 
 
 @contextlib.contextmanager
@@ -490,7 +609,7 @@ def command(port):
   """Run `specdec serve` until it is killed; wait until it answers."""
   paths = {name: tiny_pair.folder() / name for name in ("target", "near", "vocabulary.model")}
   flags = dict(zip(("target", "draft", "vocabulary"), paths.values()), port=port, gamma=2)
-  flags |= dict(num_slots=2, max_new_tokens=1024)
+  flags |= dict(num_slots=2, max_new_tokens=1024, model_name="target")
   run = [sys.executable, "-m", "specdec_jax.run", "serve"]
   run += [f"--{name}={value}" for name, value in flags.items()]
   process = subprocess.Popen(run, cwd=ROOT, stderr=subprocess.PIPE, text=True)

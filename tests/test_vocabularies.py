@@ -3,12 +3,15 @@
 The tests write tokenizer files like those on the Hugging Face Hub, with tiny models.
 """
 
+import concurrent.futures
 import functools
 import io
 import json
 import re
 import sys
+import time
 
+import numpy as np
 import pytest
 import sentencepiece
 import tiny_pair
@@ -446,6 +449,46 @@ def test_all_texts_can_be_encoded(folder_of, name):
   for text in TEXTS:
     ids = words.encode(text)
     assert ids and all(0 <= i < len(words) for i in ids) and isinstance(words.decode(ids), str)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_stable_text_does_not_change(folder_of, name):
+  words, rng = open_source(folder_of(name)), np.random.default_rng(0)
+  marked = [i for i, piece in enumerate(words.all_pieces()) if {*piece} & {*" \u2581\u0120'<nst."}]
+  texts = [words.encode(text) for text in ("It's €1 's n't ' . 'm 🎉🎉 don't", *TEXTS)]
+  texts += [rng.choice(ids, 30).tolist() for ids in [[*range(len(words))], marked] * 10]
+  for ids in texts:
+    stable, whole = "", words.decode(ids)
+    for i in range(len(ids) + 1):
+      previous, stable = stable, words.decode_stable(ids[:i])
+      assert stable.startswith(previous) and whole.startswith(stable), (ids[:i], whole)
+
+
+@pytest.mark.parametrize(
+  "name, text, expected",
+  [
+    ("t5", "A 's", ["", "", "A", "A", "A", "A's"]),
+    ("t5gemma", "€A", ["", "", "", "", "€A"]),
+    ("bart", "€A", ["", "", "", "€", "€A"]),
+    ("byt5", "€A", ["", "", "", "€", "€A"]),
+  ],
+)
+def test_stable_text_ends_before_what_may_change(folder_of, name, text, expected):
+  words = open_source(folder_of(name))
+  ids = words.encode_target(text)
+  assert [words.decode_stable(ids[:i]) for i in range(len(ids) + 1)] == expected
+
+
+@pytest.mark.parametrize("name", ["bart", "word pieces"])
+def test_other_threads_run_while_a_long_text_is_encoded(folder_of, name):
+  path = tiny_pair.gpt_folder() / "vocabulary.txt" if name == "word pieces" else folder_of(name)
+  words, ticks = open_source(path), 0
+  with concurrent.futures.ThreadPoolExecutor() as pool:
+    encoding = pool.submit(words.encode, "Two dogs are playing. " * 20000)
+    while not encoding.done():
+      ticks += 1
+      time.sleep(0.001)
+  assert len(encoding.result()) > 20000 and ticks > 20
 
 
 PARITY = [name for name in NAMES if name != "madlad"]  # whose ids transformers 5 does not read

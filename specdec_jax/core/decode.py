@@ -30,7 +30,7 @@ from specdec_jax.core.context import Context, node_prefixes
 from specdec_jax.core.memory import require_memory
 from specdec_jax.core.processors import Processors, process
 from specdec_jax.core.sampling import distribution, position_keys, split_keys
-from specdec_jax.core.settings import Settings, traced
+from specdec_jax.core.settings import HashableArray, Settings, traced
 from specdec_jax.core.trees import (
   AnyTree,
   DynamicTree,
@@ -122,7 +122,7 @@ class Decoder(Settings):
   target: Model
   draft: Draft
   verifier: Verifier
-  eos_id: int | tuple[int, ...] | None = traced(None)
+  eos_id: int | HashableArray | None = traced(None)
   processors: Processors = ()
   records_log_probs: bool = False
 

@@ -151,10 +151,8 @@ class SequenceBias(LogitsProcessor):
     sequences, biases = jnp.asarray(self.sequences), jnp.asarray(self.biases)
     before, last = sequences[:, :-1], sequences[:, -1]
     num_before = before.shape[1]
-    ends = [_token_before_end(prefixes, i) for i in range(num_before, 0, -1)]
-    matches = jnp.ones((*prefixes.length.shape, len(last)), bool)
-    for i, end in enumerate(ends):
-      matches &= (before[:, i] == _ANY) | (before[:, i] == end)
+    ends = _token_before_end(prefixes, jnp.arange(num_before, 0, -1))[:, :, None]
+    matches = ((before == _ANY) | (before == ends)).all(axis=-1)
     lengths = (sequences != _ANY).sum(axis=1)
     matches &= (lengths == 1) | (lengths <= prefixes.length[..., None])
     return logits.at[:, :, last].add(jnp.where(matches, biases, 0.0))
@@ -264,9 +262,9 @@ def _tokens_of(
   return tokens, jnp.arange(tokens.shape[-1]) < length[..., None]
 
 
-def _token_before_end(prefixes: Prefixes, i: Any) -> Int[Array, "B K 1"]:
-  """Return the i-th last token of each text; _NONE if the text has fewer than i tokens."""
-  index = (prefixes.length - i)[..., None]
+def _token_before_end(prefixes: Prefixes, i: Any) -> Int[Array, "B K M"]:
+  """Return the i-th last token of each text, for one i or [M]; _NONE if there are fewer tokens."""
+  index = prefixes.length[..., None] - i
   token = jnp.take_along_axis(prefixes.tokens, jnp.maximum(index, 0), axis=2)
   return jnp.where(index < 0, _NONE, token)
 
@@ -283,7 +281,7 @@ def _occurring(
 
 
 def _among(tokens: Any, vocab_size: int) -> Bool[Array, " {vocab_size}"]:
-  return (jnp.arange(vocab_size)[:, None] == jnp.asarray(tokens)).any(axis=1)
+  return jnp.zeros(vocab_size, bool).at[jnp.asarray(tokens)].set(True, mode="drop")
 
 
 def _round_up(count: int) -> int:

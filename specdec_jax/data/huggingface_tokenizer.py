@@ -14,6 +14,7 @@ from specdec_jax.errors import InputError
 
 _ENDS = ("<|endoftext|>", "</s>")
 _PADS = ("<pad>", "[PAD]")
+_BYTE = re.compile("<0x[0-9A-F]{2}>")
 _LANGUAGE = re.compile(r"__([a-z]+)__|([a-z]{2,3}_[A-Z][A-Za-z]{1,3})")
 
 
@@ -96,11 +97,19 @@ class HuggingFaceTokenizer(Vocabulary):
     return [i for i in self._ids(text, special=False) if i < self._size]
 
   def _ids(self, text: str, special: bool) -> list[int]:
-    return self._tokenizer.encode(text, add_special_tokens=special).ids
+    # Unlike `encode`, `encode_batch` lets other threads run.
+    return self._tokenizer.encode_batch([text], add_special_tokens=special)[0].ids
 
   def decode(self, ids: Iterable[int]) -> str:
     kept = [i for i in self.until_eos(ids) if i in self._tokens]
     return self._clean_up(self._tokenizer.decode(kept, skip_special_tokens=True))
+
+  def decode_stable(self, ids: Iterable[int]) -> str:
+    # One incomplete character turns all bytes next to it into U+FFFD.
+    skipped, kept = self.special_ids, self.until_eos(ids)
+    while kept and (kept[-1] in skipped or _BYTE.fullmatch(self._tokens.get(kept[-1], ""))):
+      kept.pop()
+    return super().decode_stable(kept)
 
   def _clean_up(self, text: str) -> str:
     is_bpe = isinstance(self._tokenizer.model, models.BPE)  # transformers does not clean these up

@@ -206,7 +206,8 @@ class WordPieces(Vocabulary):
     return len(self._all)
 
   def encode(self, text: str) -> list[int]:
-    return [*self._tokenizer.encode(text).ids, self.eos_id]
+    (encoding,) = self._tokenizer.encode_batch([text])  # which lets other threads run
+    return [*encoding.ids, self.eos_id]
 
   def decode(self, ids: Iterable[int]) -> str:
     return "".join(self.pieces([i for i in self.until_eos(ids) if i != PAD_ID])).lstrip()

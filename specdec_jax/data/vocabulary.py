@@ -3,6 +3,7 @@
 import abc
 import dataclasses
 import hashlib
+import re
 from collections.abc import Iterable, Sequence
 
 import numpy as np
@@ -11,6 +12,9 @@ PAD_ID = 0
 # A smaller vocabulary splits most words into single characters.
 _MIN_PIECES = 1000
 _UNKNOWN = ("<unk>", "[UNK]")
+# Ends of a text that its next token may change: an incomplete character, and a space or an
+# apostrophe that `TokenizerConfig.clean_up` removes before some texts.
+_UNSTABLE = re.compile(r"(?: [ n']*[vr]?|')?\ufffd*\Z")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -79,6 +83,10 @@ class Vocabulary(abc.ABC):
   @abc.abstractmethod
   def decode(self, ids: Iterable[int]) -> str:
     """Return the text of the ids before EOS, without special tokens and ids out of range."""
+
+  def decode_stable(self, ids: Iterable[int]) -> str:
+    """Return the beginning of `decode(ids)` that no further tokens can change."""
+    return _UNSTABLE.sub("", self.decode(ids), count=1)
 
   @abc.abstractmethod
   def pieces(self, ids: Sequence[int]) -> list[str]:

@@ -1,5 +1,6 @@
 """HTTP server: routes, and the thread of its event loop."""
 
+import asyncio
 import socket
 import threading
 import time
@@ -8,7 +9,7 @@ from typing import Any
 import uvicorn
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, PlainTextResponse, Response
 from starlette.routing import Route
 
@@ -68,9 +69,16 @@ class Server:
   async def _completions(self, request: Request) -> Any:
     start = time.monotonic()
     try:
-      return Completion(self._service, parse_request(await self._body(request)), start)
+      body, loop = await self._body(request), asyncio.get_running_loop()
+      # The event loop goes on while a long prompt is encoded.
+      return await asyncio.to_thread(
+        lambda: Completion(self._service, parse_request(body), start, loop)
+      )
+    except ClientDisconnect:
+      self._service.metrics.count(499, "the client left while it sent the body")
+      return Response(status_code=499)  # which nobody receives
     except RequestError as error:
-      self._service.metrics.requests[error.status] += 1
+      self._service.metrics.count(error.status, error.message)
       return error_response(error)
 
   async def _body(self, request: Request) -> bytes:

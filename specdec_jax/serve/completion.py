@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import functools
 import json
+import os
 import queue
 import secrets
 import time
@@ -19,7 +20,7 @@ from specdec_jax.core.counts import require_finite
 from specdec_jax.core.types import DecodeResult
 from specdec_jax.data.vocabulary import padded
 from specdec_jax.errors import InputError
-from specdec_jax.generate import GenerateCall, Output, generation_config, sample_keys
+from specdec_jax.generate import GenerateCall, Output, generation_config, sample_keys, text_of
 from specdec_jax.serve.engine import Closed
 from specdec_jax.serve.protocol import CompletionRequest, RequestError, input_errors
 from specdec_jax.serve.service import Service
@@ -39,25 +40,22 @@ class Choice:
 
   def __init__(self, call: GenerateCall, index: int):
     self._call, self._index = call, index
-    stops = call.config.stop_strings or ()
-    self._stops = (stops,) if isinstance(stops, str) else tuple(stops)
-    self._num_chars = self._num_tokens = 0  # that were sent
+    self._num_chars = self._num_tokens = self._offset = 0  # of what was sent
     self.output: Output | None = None
     self.ended, self.text = False, ""
 
   def update(self, result: DecodeResult, done: bool) -> None:
     """Replace the output, given the result of its row and whether that is final."""
-    self.output = output = self._call.output(require_finite(result), 0)
+    self.output = output = self._call.output(require_finite(result), 0, done)
     has_stop = output.finish_reason == "stop_string"
     self.ended = done or has_stop
-    text = output.text
+    text, stops = output.text, self._call.stops
     if has_stop:
-      text = text[: min(text.find(stop) for stop in self._stops if stop in text)]
-    elif not self.ended:
-      # An incomplete character and the beginning of a stop string are held back.
-      starts = (stop[:length] for stop in self._stops for length in range(len(stop), 0, -1))
-      text = text[: len(text) - max((len(s) for s in starts if text.endswith(s)), default=0)]
-      text = self.text if text.endswith("\ufffd") else text
+      text = text[: min(text.find(stop) for stop in stops if stop in text)]
+    elif not done:  # the beginning of a stop string is held back
+      starts = range(max(0, len(text) - max(map(len, stops), default=0)), len(text))
+      found = (i for i in starts if any(stop.startswith(text[i:]) for stop in stops))
+      text = text[: next(found, None)]
     self.text = text
 
   def take(self) -> dict[str, Any] | None:
@@ -72,20 +70,29 @@ class Choice:
       choice["finish_reason"] = "length" if self.output.finish_reason == "length" else "stop"
       length = self.output.acceptance_length
       choice["specdec"] = {"rounds": self.num_rounds, "acceptance_length": length}
-    self._num_chars, self._num_tokens = len(self.text), len(self.output.tokens)
+    self._num_chars = len(self.text)
     return choice
 
   def _logprobs(self) -> dict[str, Any] | None:
+    """Return the tokens that begin in the text so far, or all at the end, and were not sent yet."""
     assert self.output is not None
     if self.output.logprobs is None:
       return None
-    words, tokens, start = self._call.pair.vocabulary, self.output.tokens.tolist(), self._num_tokens
-    lengths = (len(words.decode(tokens[:i])) for i in range(start, len(tokens)))
+    pair, tokens, start = self._call.pair, self.output.tokens, self._num_tokens
+    offsets: list[int] = []
+    for i in range(start, len(tokens)):
+      # An incomplete character before the token is not in the text.
+      before = os.path.commonprefix([text_of(pair, tokens[:i]), self.text])
+      self._offset = max(self._offset, len(before))
+      if self._offset == len(self.text) and not self.ended:
+        break
+      offsets.append(self._offset)
+    self._num_tokens = end = start + len(offsets)
     return {
-      "tokens": words.pieces(tokens[start:]),
-      "token_logprobs": [max(value, _LOWEST) for value in self.output.logprobs[start:].tolist()],
+      "tokens": pair.vocabulary.pieces(tokens[start:end].tolist()),
+      "token_logprobs": [max(x, _LOWEST) for x in self.output.logprobs[start:end].tolist()],
       "top_logprobs": None,
-      "text_offset": [min(length, len(self.text)) for length in lengths],
+      "text_offset": offsets,
     }
 
   @property
@@ -100,7 +107,13 @@ class Completion:
   Its texts are put into the queue of the engine, and cancelled when the client disconnects.
   """
 
-  def __init__(self, service: Service, request: CompletionRequest, start: float):
+  def __init__(
+    self,
+    service: Service,
+    request: CompletionRequest,
+    start: float,
+    loop: asyncio.AbstractEventLoop,
+  ):
     """Validate a request that arrived at time `start`, and queue its texts, or raise an error."""
     self._service, self._request, self._start = service, request, start
     if request.model != service.name:
@@ -116,7 +129,7 @@ class Completion:
     seed = secrets.randbelow(2**31) if request.seed is None else request.seed
     keys = sample_keys(seed, 0, len(prompts), request.n)
     self._choices = [Choice(call, index) for index in range(num_outputs)]
-    self._loop, self._changed = asyncio.get_running_loop(), asyncio.Event()
+    self._loop, self._changed = loop, asyncio.Event()
     self._updates: dict[int, tuple[DecodeResult | Exception, bool]] = {}
     self._is_streaming = False  # whether the beginning of a stream was sent
     self._needs_rounds = request.stream or bool(call.config.stop_strings)
@@ -217,8 +230,10 @@ class Completion:
       left = [text for text, choice in zip(self._texts, self._choices) if not choice.ended]
       if left:
         self._service.engine.cancel(left)
-      metrics.requests[status] += 1
-      metrics.duration.observe(time.monotonic() - self._start)
+      seconds = time.monotonic() - self._start
+      counts = f"{len(self._choices)} outputs, {self._num_tokens} tokens"
+      metrics.count(status, f"{counts}, {seconds:.2f} s")
+      metrics.duration.observe(seconds)
 
   async def _answer(self, scope: Any, receive: Any, send: Any) -> int:
     try:

@@ -9,7 +9,8 @@ from typing import Any
 from specdec_jax.core.generation_config import SETTINGS
 from specdec_jax.errors import InputError, require_count, require_seed, shown
 
-_MAX_STOPS = 4
+_MAX_STOPS, _MAX_STOP_CHARS = 4, 256
+_MAX_ENTRIES = 1024, 64  # of a list, and of a list in it
 # Fields of OpenAI and of `GenerationConfig` that a request cannot set: the only value that is
 # accepted, and what to do instead.
 _UNSUPPORTED: dict[str, tuple[Any, str]] = {
@@ -84,8 +85,11 @@ class CompletionRequest:
       )
     if not self.prompts:
       raise InputError("prompt is an empty list; give at least one string.")
-    if len(self.stops) > _MAX_STOPS or not all(self.stops):
-      raise InputError(f"stop is {shown(self.stop)}; give at most {_MAX_STOPS} nonempty strings.")
+    if len(self.stops) > _MAX_STOPS or not all(1 <= len(s) <= _MAX_STOP_CHARS for s in self.stops):
+      raise InputError(
+        f"stop is {shown(self.stop)}; give at most {_MAX_STOPS} strings of 1 to {_MAX_STOP_CHARS} "
+        "characters."
+      )
 
   @property
   def prompts(self) -> list[str]:
@@ -118,6 +122,7 @@ def parse_request(body: bytes) -> CompletionRequest:
   for name, value in settings.items():
     if isinstance(value, dict):
       raise RequestError(400, f"{name} is {shown(value)}; it must not be an object.", name)
+    _require_bounded(name, value)
   options = fields.pop("stream_options", {})
   if not isinstance(options, dict) or {*options} - {"include_usage"}:
     message = f'stream_options is {shown(options)}; give {{"include_usage": true}}.'
@@ -131,6 +136,15 @@ def parse_request(body: bytes) -> CompletionRequest:
       raise RequestError(400, f"The body has no {name}; give one.", name)
   with input_errors([*found]):
     return CompletionRequest(**fields, **options, settings=settings)
+
+
+def _require_bounded(name: str, value: Any, most: Sequence[int] = _MAX_ENTRIES) -> None:
+  if isinstance(value, list):
+    if len(value) > most[0]:
+      message = f"{name} has a list of {len(value)} entries; give at most {most[0]}."
+      raise RequestError(400, message, name)
+    for entry in value:
+      _require_bounded(name, entry, most[1:] or most)
 
 
 @contextlib.contextmanager

@@ -1,19 +1,22 @@
 """HTTP server of a pair, with the completions API of OpenAI."""
 
+import logging
 import signal
 import socket
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from specdec_jax.core.generation_config import GenerationConfig
 from specdec_jax.errors import InputError, require_count, require_number
 from specdec_jax.pair import Pair
 from specdec_jax.serve.engine import Limits
 
+_LOG = logging.getLogger("specdec_jax")
+
 
 def serve(
-  pair: Pair,
+  load_pair: Callable[[], Pair],
   host: str = "127.0.0.1",
   port: int = 8000,
   gamma: int = 5,
@@ -26,7 +29,11 @@ def serve(
 ) -> None:
   """Serve a pair over HTTP until SIGINT or SIGTERM arrives.
 
+  Requests and the shutdown are logged to the logger 'specdec_jax', and printed to stderr unless
+  logging is already configured.
+
   Args:
+    load_pair: function that returns the pair. It is called if the port is free.
     host: address to listen at. There is no authentication: any client that reaches it is served.
     port: port to listen at; 0 for a free one, which is printed.
     gamma: number of draft tokens per round; 0 for autoregressive decoding.
@@ -34,7 +41,7 @@ def serve(
     prefix: text before each prompt, except in requests with a task, which has its own prefix.
     generation: defaults of requests, which take precedence over those of the checkpoint.
     limits: limits of requests, of the queue and of the texts that are decoded together.
-    model_name: name of the model in requests; None for the name of the target.
+    model_name: name of the model in requests; None for the last two parts of the target's path.
     shutdown_seconds: time after a signal for requests that have begun.
 
   Raises:
@@ -51,12 +58,18 @@ def serve(
       f"specdec serve needs {error.name}, which is not installed; run pip install "
       "'specdec_jax[serve]' (in a checkout, '.[serve]')."
     ) from error
+  socket.create_server((host, port)).close()  # raises an error before models are loaded
+  pair = load_pair()
   given = vars(generation or GenerationConfig())
   merged = vars(GenerationConfig.merged(pair.target.generation, given))
   defaults = {name: value for name, value in merged.items() if value is not None}
   served = pair.with_target(generation=defaults)
+  logging.basicConfig(format="%(asctime)s %(message)s")
+  _LOG.setLevel(logging.INFO)
+  service = Service(served, gamma, tree, limits, model_name, prefix)
+  _LOG.info("Compiling the programs of requests with default settings.")
+  service.warm_up()
   with socket.create_server((host, port), backlog=1024) as listener:
-    service = Service(served, gamma, tree, limits, model_name, prefix)
     server = Server(service, listener)
     address = f"http://{host}:{listener.getsockname()[1]}/v1"
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # it raises KeyboardInterrupt
@@ -65,6 +78,10 @@ def serve(
       while server.is_running:
         time.sleep(0.2)
     except KeyboardInterrupt:
+      _LOG.info(
+        "Shutting down; requests that have begun are completed within %g s.", shutdown_seconds
+      )
       server.close(shutdown_seconds)
+      _LOG.info("The server has ended.")
     else:
       raise RuntimeError("A thread of the server has ended.")

@@ -5,19 +5,23 @@ import collections
 import dataclasses
 import functools
 import itertools
+import logging
+import pathlib
 from collections.abc import Iterable, Sequence
 
 import jax
 import jax.numpy as jnp
 
+from specdec_jax.batching import size_of_sources
 from specdec_jax.core.decode import Decoder
 from specdec_jax.core.generation_config import GenerationConfig
 from specdec_jax.core.trees import Tree, chain
 from specdec_jax.generate import GenerateCall, generation_config
 from specdec_jax.pair import Pair
 from specdec_jax.serve.engine import Engine, Limits
-from specdec_jax.serve.slots import Slots
+from specdec_jax.serve.slots import Slots, Text
 
+_LOG = logging.getLogger("specdec_jax")
 _SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)  # of the buckets
 
 
@@ -57,6 +61,11 @@ class Metrics:
   rounds: int = 0
   first_token: Histogram = dataclasses.field(default_factory=Histogram)
   duration: Histogram = dataclasses.field(default_factory=Histogram)
+
+  def count(self, status: int, message: str) -> None:
+    """Count and log a request for completions that was answered."""
+    self.requests[status] += 1
+    _LOG.info("/v1/completions %d: %s", status, message)
 
   def text(self, engine: Engine) -> str:
     """Return all metrics, including those of the engine."""
@@ -102,7 +111,7 @@ class Service:
         for the limits, or there is not enough memory.
     """
     self.pair, self.limits, self.prefix = pair, limits, prefix
-    self.name = name or pair.target.name
+    self.name = name or "/".join(pathlib.PurePath(pair.target.path or pair.target.name).parts[-2:])
     self._tree = Tree(tree) if tree is not None else chain(gamma)
     config, _ = generation_config(pair, None, {"num_beams": 1})
     prompt = jnp.zeros((limits.num_slots, pair.max_source_tokens), jnp.int32)
@@ -114,6 +123,18 @@ class Service:
   def call(self, config: GenerationConfig, logprobs: bool = False) -> GenerateCall:
     """Return a call of `generate` with the settings of a request."""
     return GenerateCall(self.pair, config, self._tree, logprobs=logprobs)
+
+  def warm_up(self) -> None:
+    """Compile the programs of requests with default settings, for prompts of all lengths."""
+    config, _ = generation_config(self.pair, None, {"num_beams": 1})
+    decoder, eos_id = self.call(config).decoder(), self.pair.vocabulary.eos_id
+    slots, most = self._new_slots(decoder), self.pair.max_source_tokens
+    widths = {min(size_of_sources(n), most) for n in range(1, most + 1)}
+    for width in [1] if self.pair.continues else sorted(widths):
+      text = Text(decoder, [eos_id] * width, jax.random.key(0), 1, lambda *_: None)
+      for texts in ([text] * slots.num_slots, [text]):  # texts together, and a text alone
+        slots.add(texts)
+        slots.step()
 
   def _new_slots(self, decoder: Decoder) -> Slots:
     pair, limits = self.pair, self.limits
