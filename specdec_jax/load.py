@@ -14,7 +14,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from specdec_jax.checkpoints import hub
 from specdec_jax.checkpoints.checkpoint import (
   Checkpoint,
   LoadedWeights,
@@ -22,25 +21,21 @@ from specdec_jax.checkpoints.checkpoint import (
   make_shardings,
   param_shapes,
 )
-from specdec_jax.checkpoints.load import is_in_memory, open_checkpoint, recorded_path
+from specdec_jax.checkpoints.load import is_in_memory, open_checkpoint
 from specdec_jax.core.generation_config import SETTINGS
 from specdec_jax.core.sampling import Sampling
 from specdec_jax.core.trees import AnyTree
 from specdec_jax.core.types import Draft, DraftOptions, DraftSpec, Loaded, Model, Verifier
 from specdec_jax.core.verify.tokens import TokenVerifier
 from specdec_jax.data.text import read_lines
-from specdec_jax.data.vocabularies import (
-  open_vocabulary,
-  open_vocabulary_of_model,
-  padded_size,
-)
-from specdec_jax.data.vocabulary import ModelTokens, Vocabulary
+from specdec_jax.data.vocabularies import open_vocabulary, padded_size
+from specdec_jax.data.vocabulary import Vocabulary
 from specdec_jax.drafts.dynamic import model_draft
 from specdec_jax.drafts.heads import AnyConfig, DraftHead, new_head
 from specdec_jax.drafts.other_vocabulary import OtherVocabularyModel, other_vocabulary_params
 from specdec_jax.drafts.prompt_lookup import prompt_lookup
 from specdec_jax.errors import InputError, require_count
-from specdec_jax.models.config import GPTConfig, Weights, named_dtype
+from specdec_jax.models.config import Weights, named_dtype
 from specdec_jax.models.families import Config, config_of, model_of
 from specdec_jax.models.kernels import skinny
 from specdec_jax.models.quantization import MAX_INT8, param_dtype
@@ -119,12 +114,8 @@ def load_pair(
   """
   _enable_compile_cache()
   checkpoint, dtype = open_checkpoint(target), _of_device(dtype)
-  if vocabulary is None and checkpoint.recorded_path is None:
-    raise InputError("The target is a model in memory; give its vocabulary too.")
   if not isinstance(vocabulary, Vocabulary):
-    file = hub.resolve(vocabulary, hub.VOCABULARY) if vocabulary else vocabulary_of(checkpoint)
-    tokens = model_tokens(checkpoint, source_language)
-    vocabulary = open_vocabulary_of_model(file, checkpoint.config.vocab_size, extra_ids, tokens)
+    vocabulary = checkpoint.open_vocabulary(vocabulary, extra_ids, source_language)
   model, params = load_model(
     "target", checkpoint, vocabulary, dtype, kernels, weights, shardings=shardings
   )
@@ -171,16 +162,6 @@ def load_pair(
   return Pair(loaded, drafted, verifier, task, max_source_tokens)
 
 
-def model_tokens(checkpoint: Checkpoint, source_language: str | None = None) -> ModelTokens:
-  """Return the tokens that a model uses, with which its vocabulary is opened."""
-  return ModelTokens(
-    has_encoder=checkpoint.config.has_encoder,
-    eos_ids=checkpoint.eos_ids,
-    pad_id=checkpoint.config.pad_id,
-    source_language=source_language,
-  )
-
-
 def checkpoint_draft(
   target: Loaded,
   model: str = str(EMBEDDED / "draft"),
@@ -204,10 +185,8 @@ def checkpoint_draft(
       Hugging Face folder or name. The draft then proposes the tokens that both vocabularies have
       (`drafts.other_vocabulary`).
   """
-  words, opened = target.vocabulary, open_checkpoint(model)
-  if vocabulary is not None:
-    file = hub.resolve(vocabulary, hub.VOCABULARY)
-    words = open_vocabulary_of_model(file, opened.config.vocab_size, tokens=model_tokens(opened))
+  opened = open_checkpoint(model)
+  words = opened.open_vocabulary(vocabulary) if vocabulary else target.vocabulary
   tokens = output_tokens and output_tokens(words)
   drafting, params = load_model(
     "draft", opened, words, _of_device(dtype), kernels, weights, output_tokens=tokens
@@ -254,19 +233,7 @@ def asset(name: str) -> str:
 
 def is_bundled(checkpoint: Checkpoint) -> bool:
   """Return True if a checkpoint is that of the bundled target."""
-  return checkpoint.recorded_path == recorded_path(str(EMBEDDED / "target"))
-
-
-def vocabulary_of(target: Checkpoint) -> str:
-  """Return the path of a target's vocabulary, or raise InputError if it has none."""
-  found = target.find_vocabulary()
-  if found is None:
-    raise InputError(
-      f"The target {target.path} has no vocabulary with it; expected tokenizer.json, spiece.model "
-      "or other files of its tokenizer in its folder. Give its file as vocabulary (VOCABULARY on "
-      "the command line)."
-    )
-  return found
+  return pathlib.Path(checkpoint.folder or "").resolve() == (EMBEDDED / "target").resolve()
 
 
 def speculator(
@@ -367,45 +334,13 @@ def load_model(
     other_arrays: arrays that must fit in memory together with the parameters: for a draft, the
       target's parameters.
   """
-  where, advice = f"The {role} in {checkpoint.path}", "target, draft and vocabulary must agree"
-  if role == "draft":
-    advice += (
-      ", unless `vocabulary` of checkpoint_draft is the draft's own "
-      "(gin/drafts/other_vocabulary.gin)"
-    )
   if isinstance(checkpoint.config, DraftHead):
     raise InputError(
       f"{checkpoint.path} is no model by itself but lives on the states of a target; give it as "
       "the draft of a pair."
     )
-  config = dataclasses.replace(checkpoint.config, dtype=named_dtype(dtype))
-  size, rows = len(vocabulary), config.vocab_size
-  if rows == padded_size(size):
-    config = dataclasses.replace(config, vocab_size=size, padded_vocab_size=rows)
-  elif rows != size:
-    raise InputError(
-      f"{where} has a vocabulary of {rows} tokens but {vocabulary.path} has {size}, "
-      f"{vocabulary.extra_ids} extra_ids among them (T5's own has 100); {advice}."
-    )
-  eos_ids = checkpoint.eos_ids
-  if isinstance(config, GPTConfig):
-    eos_ids = eos_ids or (config.eos_id,)
-  if eos_ids and vocabulary.eos_id not in eos_ids:
-    raise InputError(
-      f"{where} ends a text with token {' or '.join(map(str, eos_ids))} but "
-      f"{vocabulary.path} with {vocabulary.eos_id}; {advice}."
-    )
-  if vocabulary.pad_id in eos_ids:
-    raise InputError(
-      f"{where} ends a text with token {vocabulary.pad_id}, which pads prompts here; use models "
-      "whose vocabulary has another token there."
-    )
-  config = dataclasses.replace(config, eos_id=vocabulary.eos_id, pad_id=vocabulary.pad_id)
-  if checkpoint.vocabulary not in (None, vocabulary.fingerprint()):
-    raise InputError(
-      f"{where} was trained with another vocabulary than {vocabulary.path}, though of the same "
-      f"size; {advice}."
-    )
+  config = _with_vocabulary(role, checkpoint, vocabulary)
+  config = dataclasses.replace(config, dtype=named_dtype(dtype))
   config = _laid_out(config, shardings, kernels)
   if weights not in (None, "float", "stored", "int8"):
     raise InputError(f"weights is {weights!r}; give 'float', 'stored' or 'int8'.")
@@ -423,6 +358,42 @@ def load_model(
     output_tokens=output_tokens,
   )
   return model_of(config), params
+
+
+def _with_vocabulary(role: str, checkpoint: Checkpoint, vocabulary: Vocabulary) -> Any:
+  """Return the config of a model with its vocabulary; raise InputError if they do not agree."""
+  where, advice = f"The {role} in {checkpoint.path}", "target, draft and vocabulary must agree"
+  if role == "draft":
+    advice += (
+      ", unless `vocabulary` of checkpoint_draft is the draft's own "
+      "(gin/drafts/other_vocabulary.gin)"
+    )
+  config = checkpoint.config
+  size, rows = len(vocabulary), config.vocab_size
+  if rows == padded_size(size):
+    config = dataclasses.replace(config, vocab_size=size, padded_vocab_size=rows)
+  elif rows != size:
+    raise InputError(
+      f"{where} has a vocabulary of {rows} tokens but {vocabulary.path} has {size}, "
+      f"{vocabulary.extra_ids} extra_ids among them (T5's own has 100); {advice}."
+    )
+  eos_ids = checkpoint.eos_ids
+  if eos_ids and vocabulary.eos_id not in eos_ids:
+    raise InputError(
+      f"{where} ends a text with token {' or '.join(map(str, eos_ids))} but "
+      f"{vocabulary.path} with {vocabulary.eos_id}; {advice}."
+    )
+  if vocabulary.pad_id in eos_ids:
+    raise InputError(
+      f"{where} ends a text with token {vocabulary.pad_id}, which pads prompts here; use models "
+      "whose vocabulary has another token there."
+    )
+  if checkpoint.vocabulary not in (None, vocabulary.fingerprint()):
+    raise InputError(
+      f"{where} was trained with another vocabulary than {vocabulary.path}, though of the same "
+      f"size; {advice}."
+    )
+  return dataclasses.replace(config, eos_id=vocabulary.eos_id, pad_id=vocabulary.pad_id)
 
 
 def _laid_out(config: Config, shardings: ShardingsFn, kernels: str) -> Config:

@@ -103,19 +103,29 @@ def test_missing_files_are_named(role):
     load(**{role: "gone"})
 
 
-@pytest.mark.parametrize(
-  ("changes", "said"),
-  [({}, "one is decoder-only"), ({"eos_id": 0}, "pads prompts"), ({"eos_id": 7}, "token 7 but")],
-)
-def test_incompatible_decoder_only_models_raise(tmp_path, monkeypatch, changes, said):
-  """The architectures differ, or a model's EOS is its padding or not the vocabulary's EOS."""
+def test_target_and_draft_of_two_architectures_raise(tmp_path):
   parts = tiny_pair.folder()
-  size = len(open_vocabulary(str(parts / "vocabulary.model")))
-  cfg = tiny.gpt_config(vocab_size=size, layers=1, **changes)
+  cfg = tiny.gpt_config(vocab_size=72, layers=1)
   save_model(str(tmp_path), cfg, tiny_pair.random_params(cfg, 0))
-  monkeypatch.setattr(SentencePieces, "eos_id", changes.get("eos_id", 1) % 7)
-  with pytest.raises(InputError, match=said):
+  with pytest.raises(InputError, match="one is decoder-only"):
     load_pair(str(parts / "target"), str(tmp_path), str(parts / "vocabulary.model"))
+
+
+@pytest.mark.parametrize("config", [tiny.config, tiny.gpt_config])
+@pytest.mark.parametrize(
+  "eos_id, said", [(0, "pads prompts"), (7, "token 7 but .* with 3; target")]
+)
+def test_eos_of_a_config_is_compared_with_the_vocabulary(
+  tmp_path, monkeypatch, config, eos_id, said
+):
+  """The model's EOS is its padding, or not the vocabulary's EOS."""
+  cfg = config(vocab_size=72, layers=1, eos_id=eos_id)
+  params = tiny_pair.random_params(cfg, 0)
+  save_model(str(tmp_path), cfg, params)
+  monkeypatch.setattr(SentencePieces, "eos_id", eos_id and 3)
+  for model in (str(tmp_path), (cfg, params)):
+    with pytest.raises(InputError, match=said):
+      load_pair(model, vocabulary=str(tiny_pair.folder() / "vocabulary.model"))
 
 
 def test_eos_of_any_vocabulary_ends_the_prompt_of_a_random_pair(monkeypatch):
