@@ -259,6 +259,33 @@ def test_folder_with_only_tokenizer_json(tmp_path, capsys):
   assert len(capsys.readouterr().out.splitlines()) == 1
 
 
+OWN_MODEL = """
+from __gin__ import dynamic_registration
+import tiny_pair
+from specdec_jax import load
+DRAFT = None
+load.load_pair.target = @tiny_pair.config_and_params()
+load.load_pair.vocabulary = @tiny_pair.open_vocabulary()
+tiny_pair.open_vocabulary.path = {path!r}
+"""
+
+
+def test_gin_file_names_functions_that_return_a_model_and_its_vocabulary(tmp_path, capsys):
+  """The model is (config, parameters), and the vocabulary an object."""
+  (tmp_path / "own.gin").write_text(
+    OWN_MODEL.format(path=str(tiny_pair.folder() / "vocabulary.model"))
+  )
+  (tmp_path / "in.txt").write_text(f"{tiny_pair.SENTENCES[0]}\n")
+  files = ["--gin_file=gin/runs/translate.gin", f"--gin_file={tmp_path}/own.gin"]
+  flags = [f"--gin.INPUT={str(tmp_path / 'in.txt')!r}", "--gin.MAX_NEW_TOKENS=5", "--gin.GAMMA=0"]
+  try:
+    assert not main(["run", "--jax_compilation_cache_dir=", *files, *flags])
+  finally:
+    gin.clear_config()
+  (want,) = load().generate(tiny_pair.SENTENCES[:1], max_new_tokens=5, gamma=0)
+  assert capsys.readouterr().out == f"{want.text}\n"
+
+
 def test_vocabulary_defaults_to_the_targets(tmp_path):
   """The vocabulary is in the target's folder, or next to it for pairs of this project; the bundled
   pair's vocabulary is never used."""

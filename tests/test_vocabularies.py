@@ -707,10 +707,12 @@ def test_tokenizer_json_takes_precedence(folder_of, tmp_path):
   assert find_vocabulary(str(tmp_path)) == str(tmp_path / "tokenizer.json")
 
 
-def test_eos_of_a_tokenizer_json_is_named_next_to_it(tmp_path):
+def test_eos_of_a_tokenizer_json_is_that_of_the_model_or_named_next_to_it(tmp_path):
   Tokenizer(models.BPE({"a": 0, "[end]": 1}, [])).save(str(tmp_path / "tokenizer.json"))
   with pytest.raises(InputError, match="or the field eos_token in a file tokenizer_config.json"):
     open_vocabulary(str(tmp_path))
+  of_model = ModelTokens(has_encoder=True, eos_ids=(1,))  # of a config.json
+  assert open_vocabulary(str(tmp_path), tokens=of_model).encode("a") == [0, 1]
   write(tmp_path, tokenizer_config={"eos_token": "[end]"})
   assert open_vocabulary(str(tmp_path)).encode("a") == [0, 1]
 
