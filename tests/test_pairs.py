@@ -34,12 +34,13 @@ from specdec_jax.data.vocabularies import (
 )
 from specdec_jax.drafts.uniform import uniform
 from specdec_jax.errors import InputError
-from specdec_jax.load import load_pair, random_pair
+from specdec_jax.load import load_pair
 from specdec_jax.measure.records import settings_to_measure
 from specdec_jax.models import sizes
 from specdec_jax.models.families import for_decoding, init_params
 from specdec_jax.models.kernels import skinny
 from specdec_jax.models.sizes import t5_config
+from specdec_jax.random_models import random_pair
 from specdec_jax.run import main
 
 PARTS = dict(target="target", draft="near")
@@ -300,7 +301,8 @@ CUT = """
 import functools, sys
 import jax
 from specdec_jax.models.partitioning import REPLICATED, make_mesh, param_shardings
-from specdec_jax.load import load_pair, random_pair
+from specdec_jax.load import load_pair
+from specdec_jax.random_models import random_pair
 
 mesh = make_mesh(model_parallel=2)
 target, draft, vocabulary = sys.argv[1:]
