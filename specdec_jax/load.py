@@ -187,7 +187,7 @@ def checkpoint_draft(
   name = draft_name(opened.name, config)
   if vocabulary is not None:
     own = require_config(target)
-    if _prompt_format(config) != _prompt_format(own):
+    if len({(each.has_encoder, each.start_id is None) for each in (config, own)}) > 1:
       raise InputError(
         f"The draft in {model} has another vocabulary and another format of prompts than the "
         "target; both must be encoder-decoders, or decoder-only with a start token, or without."
@@ -197,10 +197,6 @@ def checkpoint_draft(
     drafting = OtherVocabularyModel(drafting, target.model, config.pad_id)
     name += f", {int((params.partners >= 0).sum())} shared tokens"
   return DraftSpec(name, functools.partial(model_draft, drafting), params, opened.recorded_path)
-
-
-def _prompt_format(config: Config) -> tuple[bool, bool]:
-  return config.has_encoder, config.start_id is not None
 
 
 def frequent_tokens(vocabulary: Vocabulary, path: str, count: int) -> list[int]:
@@ -252,11 +248,12 @@ def speculator(
     raise InputError(
       f"The draft in {path} was trained with another vocabulary than {target.vocabulary.path}."
     )
-  head = _with_layout(head, require_config(target))
-  weights = weights or ("int8" if head.weights == "int8" else "stored")
+  own = require_config(target)
+  weights = weights or ("int8" if own.weights == "int8" else "stored")
   tokens = output_tokens and output_tokens(target.vocabulary)
   head = dataclasses.replace(
     head,
+    **{name: getattr(own, name) for name in ("dtype", "kernels", "fused")},
     weights="int8" if weights == "int8" else "float",
     num_output_tokens=None if tokens is None else len(tokens),
   )
@@ -294,11 +291,6 @@ def require_config(target: Loaded) -> Config:
   if config is None:
     raise InputError(f"{type(target.model).__name__} has no states that a draft could read.")
   return config
-
-
-def _with_layout(head: DraftHead, target: Config) -> DraftHead:
-  names = "dtype", "kernels", "fused", "weights"
-  return dataclasses.replace(head, **{name: getattr(target, name) for name in names})
 
 
 def load_model(
@@ -363,8 +355,7 @@ def _with_vocabulary(role: str, checkpoint: Checkpoint, vocabulary: Vocabulary) 
       f"{where} has a vocabulary of {rows} tokens but {vocabulary.path} has {size}, "
       f"{vocabulary.extra_ids} extra_ids among them (T5's own has 100); {advice}."
     )
-  eos_ids = checkpoint.eos_ids
-  if eos_ids and vocabulary.eos_id not in eos_ids:
+  if (eos_ids := checkpoint.eos_ids) and vocabulary.eos_id not in eos_ids:
     raise InputError(
       f"{where} ends a text with token {' or '.join(map(str, eos_ids))} but "
       f"{vocabulary.path} with {vocabulary.eos_id}; {advice}."

@@ -8,6 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from specdec_jax import load
 from specdec_jax.checkpoints.checkpoint import ShardingsFn, make_shardings, param_shapes
 from specdec_jax.core.types import DraftSpec, Loaded, Model
 from specdec_jax.data.vocabularies import open_vocabulary
@@ -15,15 +16,6 @@ from specdec_jax.data.vocabulary import Vocabulary
 from specdec_jax.drafts.dynamic import model_draft
 from specdec_jax.drafts.heads import DraftHead, new_head
 from specdec_jax.errors import InputError
-from specdec_jax.load import (
-  EMBEDDED,
-  DraftFn,
-  cache_programs,
-  draft_name,
-  head_factory,
-  laid_out,
-  require_config,
-)
 from specdec_jax.models.config import Weights, named_dtype
 from specdec_jax.models.families import Config, model_of
 from specdec_jax.models.quantization import MAX_INT8, param_dtype
@@ -34,11 +26,11 @@ from specdec_jax.pair import Pair
 
 def random_pair(
   target: str,
-  draft: str | DraftFn,
+  draft: str | load.DraftFn,
   alpha: float,
   version: str | float = "1.1",
   dtype: str = "float32",
-  vocabulary: str = str(EMBEDDED / "vocabulary.model"),
+  vocabulary: str = str(load.EMBEDDED / "vocabulary.model"),
   max_source_tokens: int = 128,
   shardings: ShardingsFn = None,
   draft_shardings: ShardingsFn = None,
@@ -61,7 +53,7 @@ def random_pair(
       or a family of decoder-only models; see `named_config`.
     num_output_tokens: see `random_draft`; for a draft that is given by its size.
   """
-  cache_programs()
+  load.cache_programs()
   version, kind = version_name(version), named_dtype(dtype)
   words = open_vocabulary(vocabulary)
   config, params = random_model(target, version, kind, words, shardings, kernels, weights)
@@ -120,7 +112,7 @@ def random_draft(
   model: Model = model_of(config)
   if inner_alpha is not None:
     model = SimulatedModel(model, inner_alpha, target.vocabulary.eos_id)
-  name = draft_name(size_name(version, size), config)
+  name = load.draft_name(size_name(version, size), config)
   return DraftSpec(name, functools.partial(model_draft, model), params)
 
 
@@ -147,7 +139,7 @@ def random_model(
       f"{words.path} has {len(words)} tokens, more than the {config.vocab_size} of {version} "
       f"{size}; give a smaller vocabulary."
     )
-  config = laid_out(config, shardings, kernels)
+  config = load.laid_out(config, shardings, kernels)
   config = dataclasses.replace(config, weights=weights, num_output_tokens=num_output_tokens)
   leaves, tree = jax.tree.flatten_with_path(param_shapes(config))
   places = jax.tree.leaves(make_shardings(shardings, config)) if shardings else [None] * len(leaves)
@@ -183,6 +175,6 @@ def random_model(
 
 def random_speculator(target: Loaded, head: Callable[[Config], DraftHead] = new_head) -> DraftSpec:
   """Return a draft head with random weights for `random_pair`; it is as fast as a trained one."""
-  new = head(require_config(target))
+  new = head(load.require_config(target))
   params = jax.tree.map(lambda x: x.astype(new.dtype), new.init(jax.random.key(0)))
-  return head_factory(f"random {new.kind}", new, params, target)
+  return load.head_factory(f"random {new.kind}", new, params, target)
