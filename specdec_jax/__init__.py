@@ -46,12 +46,13 @@ from specdec_jax.drafts.prompt_lookup import prompt_lookup
 from specdec_jax.drafts.retrieval import retrieval
 from specdec_jax.errors import InputError
 from specdec_jax.generate import Output
-from specdec_jax.load import load_pair, random_pair, speculator
+from specdec_jax.load import load_pair, speculator
 from specdec_jax.models.config import GPTConfig, T5Config
 from specdec_jax.models.gpt import GPTModel
 from specdec_jax.models.sizes import gpt_config, t5_config
 from specdec_jax.models.t5 import T5Model
 from specdec_jax.pair import Pair
+from specdec_jax.random_models import random_pair
 from specdec_jax.theory import best_gamma, expected_tokens, walltime_improvement
 
 __all__ = [

@@ -133,7 +133,8 @@ def generate(
     task: task of the checkpoint's `task_specific_params`, whose settings and prefix apply.
     decoder_input_ids: one sequence of tokens per text, which the output continues. The sequence
       is not part of the output. For T5, the start token at its beginning is optional.
-    decoder_texts: the same sequences as strings; give at most one of the two arguments.
+    decoder_texts: the same sequences as target texts, which follow `forced_bos_token_id`; give at
+      most one of the two arguments.
     logprobs: whether outputs have log-probabilities. Not for a beam search.
     settings: fields of `GenerationConfig`: `max_new_tokens`, `temperature`, `num_beams`,
       `repetition_penalty` and others, with the names of transformers. They take precedence over
@@ -150,7 +151,7 @@ def generate(
   """
   config, prefix = generation_config(pair, task, settings)
   texts = [prefix + text for text in _require_texts(texts)]
-  forced = _forced_tokens(pair, len(texts), decoder_input_ids, decoder_texts)
+  forced = _forced_tokens(pair, config, len(texts), decoder_input_ids, decoder_texts)
   pair.require_batch_size(batch_size)
   require_seed(seed)
   _warn_of_truncation(pair, texts)
@@ -245,6 +246,7 @@ def generation_config(
 
 def _forced_tokens(
   pair: Pair,
+  config: GenerationConfig,
   count: int,
   ids: Sequence[Sequence[int]] | None,
   texts: Sequence[str] | None,
@@ -255,7 +257,9 @@ def _forced_tokens(
   if ids is not None and texts is not None:
     raise InputError("decoder_input_ids and decoder_texts are given; give one of them.")
   if texts is not None:
-    rows = [pair.vocabulary.encode_target(text) for text in _require_texts(texts)]
+    first = () if pair.continues else (config.forced_bos_token_id,)  # such as the target language
+    first = [token for token in first if token is not None]
+    rows = [[*first, *pair.vocabulary.encode_target(text)] for text in _require_texts(texts)]
   else:
     first_tokens, _ = pair.target.model.prompt_tokens(jnp.ones((1, 1), jnp.int32))
     start = None if pair.continues else int(first_tokens[0, 0])

@@ -1,7 +1,4 @@
-"""Functions that load pairs and drafts from checkpoints, or with random weights.
-
-The default is the bundled pair.
-"""
+"""Functions that load pairs and drafts from checkpoints, by default the bundled pair."""
 
 import dataclasses
 import functools
@@ -11,41 +8,31 @@ from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
-from specdec_jax.checkpoints import hub
 from specdec_jax.checkpoints.checkpoint import (
   Checkpoint,
   LoadedWeights,
   ShardingsFn,
   make_shardings,
-  param_shapes,
 )
-from specdec_jax.checkpoints.load import is_in_memory, open_checkpoint, recorded_path
+from specdec_jax.checkpoints.load import is_in_memory, open_checkpoint
 from specdec_jax.core.generation_config import SETTINGS, with_effect
 from specdec_jax.core.sampling import Sampling
 from specdec_jax.core.trees import AnyTree
-from specdec_jax.core.types import Draft, DraftOptions, DraftSpec, Loaded, Model, Verifier
+from specdec_jax.core.types import Draft, DraftOptions, DraftSpec, Loaded, Verifier
 from specdec_jax.core.verify.tokens import TokenVerifier
 from specdec_jax.data.text import read_lines
-from specdec_jax.data.vocabularies import (
-  open_vocabulary,
-  open_vocabulary_of_model,
-  padded_size,
-)
-from specdec_jax.data.vocabulary import ModelTokens, Vocabulary
+from specdec_jax.data.vocabularies import padded_size
+from specdec_jax.data.vocabulary import Vocabulary
 from specdec_jax.drafts.dynamic import model_draft
-from specdec_jax.drafts.heads import AnyConfig, DraftHead, new_head
+from specdec_jax.drafts.heads import AnyConfig, DraftHead
 from specdec_jax.drafts.other_vocabulary import OtherVocabularyModel, other_vocabulary_params
 from specdec_jax.drafts.prompt_lookup import prompt_lookup
 from specdec_jax.errors import InputError, require_count
-from specdec_jax.models.config import GPTConfig, Weights, named_dtype
+from specdec_jax.models.config import named_dtype
 from specdec_jax.models.families import Config, config_of, model_of
 from specdec_jax.models.kernels import skinny
-from specdec_jax.models.quantization import MAX_INT8, param_dtype
-from specdec_jax.models.simulated import SimulatedModel
-from specdec_jax.models.sizes import named_config, version_name
 from specdec_jax.pair import Pair
 from specdec_jax.xla import default_cache_dir, enable_compile_cache
 
@@ -117,14 +104,10 @@ def load_pair(
     InputError: a file is missing or damaged, the models do not share the vocabulary, or an argument
       is invalid.
   """
-  _enable_compile_cache()
+  cache_programs()
   checkpoint, dtype = open_checkpoint(target), _of_device(dtype)
-  if vocabulary is None and checkpoint.recorded_path is None:
-    raise InputError("The target is a model in memory; give its vocabulary too.")
   if not isinstance(vocabulary, Vocabulary):
-    file = hub.resolve(vocabulary, hub.VOCABULARY) if vocabulary else vocabulary_of(checkpoint)
-    tokens = model_tokens(checkpoint, source_language)
-    vocabulary = open_vocabulary_of_model(file, checkpoint.config.vocab_size, extra_ids, tokens)
+    vocabulary = checkpoint.open_vocabulary(vocabulary, extra_ids, source_language)
   model, params = load_model(
     "target", checkpoint, vocabulary, dtype, kernels, weights, shardings=shardings
   )
@@ -170,16 +153,6 @@ def load_pair(
   return Pair(loaded, drafted, verifier, task, max_source_tokens)
 
 
-def model_tokens(checkpoint: Checkpoint, source_language: str | None = None) -> ModelTokens:
-  """Return the tokens that a model uses, with which its vocabulary is opened."""
-  return ModelTokens(
-    has_encoder=checkpoint.config.has_encoder,
-    eos_ids=checkpoint.eos_ids,
-    pad_id=checkpoint.config.pad_id,
-    source_language=source_language,
-  )
-
-
 def checkpoint_draft(
   target: Loaded,
   model: str = str(EMBEDDED / "draft"),
@@ -203,10 +176,8 @@ def checkpoint_draft(
       Hugging Face folder or name. The draft then proposes the tokens that both vocabularies have
       (`drafts.other_vocabulary`).
   """
-  words, opened = target.vocabulary, open_checkpoint(model)
-  if vocabulary is not None:
-    file = hub.resolve(vocabulary, hub.VOCABULARY)
-    words = open_vocabulary_of_model(file, opened.config.vocab_size, tokens=model_tokens(opened))
+  opened = open_checkpoint(model)
+  words = opened.open_vocabulary(vocabulary) if vocabulary else target.vocabulary
   tokens = output_tokens and output_tokens(words)
   drafting, params = load_model(
     "draft", opened, words, _of_device(dtype), kernels, weights, output_tokens=tokens
@@ -214,8 +185,8 @@ def checkpoint_draft(
   config = drafting.config
   name = draft_name(opened.name, config)
   if vocabulary is not None:
-    own = _require_config(target)
-    if _prompt_format(config) != _prompt_format(own):
+    own = require_config(target)
+    if len({(each.has_encoder, each.start_id is None) for each in (config, own)}) > 1:
       raise InputError(
         f"The draft in {model} has another vocabulary and another format of prompts than the "
         "target; both must be encoder-decoders, or decoder-only with a start token, or without."
@@ -225,10 +196,6 @@ def checkpoint_draft(
     drafting = OtherVocabularyModel(drafting, target.model, config.pad_id)
     name += f", {int((params.partners >= 0).sum())} shared tokens"
   return DraftSpec(name, functools.partial(model_draft, drafting), params, opened.recorded_path)
-
-
-def _prompt_format(config: Config) -> tuple[bool, bool]:
-  return config.has_encoder, config.start_id is not None
 
 
 def frequent_tokens(vocabulary: Vocabulary, path: str, count: int) -> list[int]:
@@ -253,19 +220,7 @@ def asset(name: str) -> str:
 
 def is_bundled(checkpoint: Checkpoint) -> bool:
   """Return True if a checkpoint is that of the bundled target."""
-  return checkpoint.recorded_path == recorded_path(str(EMBEDDED / "target"))
-
-
-def vocabulary_of(target: Checkpoint) -> str:
-  """Return the path of a target's vocabulary, or raise InputError if it has none."""
-  found = target.find_vocabulary()
-  if found is None:
-    raise InputError(
-      f"The target {target.path} has no vocabulary with it; expected tokenizer.json, spiece.model "
-      "or other files of its tokenizer in its folder. Give its file as vocabulary (VOCABULARY on "
-      "the command line)."
-    )
-  return found
+  return pathlib.Path(checkpoint.folder or "").resolve() == (EMBEDDED / "target").resolve()
 
 
 def speculator(
@@ -292,11 +247,12 @@ def speculator(
     raise InputError(
       f"The draft in {path} was trained with another vocabulary than {target.vocabulary.path}."
     )
-  head = _with_layout(head, _require_config(target))
-  weights = weights or ("int8" if head.weights == "int8" else "stored")
+  own = require_config(target)
+  weights = weights or ("int8" if own.weights == "int8" else "stored")
   tokens = output_tokens and output_tokens(target.vocabulary)
   head = dataclasses.replace(
     head,
+    **{name: getattr(own, name) for name in ("dtype", "kernels", "fused")},
     weights="int8" if weights == "int8" else "float",
     num_output_tokens=None if tokens is None else len(tokens),
   )
@@ -310,16 +266,9 @@ def speculator(
   return dataclasses.replace(factory, path=checkpoint.recorded_path)
 
 
-def random_speculator(target: Loaded, head: Callable[[Config], DraftHead] = new_head) -> DraftSpec:
-  """Return a draft head with random weights for `random_pair`; it is as fast as a trained one."""
-  new = head(_require_config(target))
-  params = jax.tree.map(lambda x: x.astype(new.dtype), new.init(jax.random.key(0)))
-  return head_factory(f"random {new.kind}", new, params, target)
-
-
 def head_factory(name: str, head: DraftHead, params: Any, target: Loaded) -> DraftSpec:
   """Return a draft head as a draft of a target."""
-  target_config = _require_config(target)
+  target_config = require_config(target)
   head.require_target(target_config)
 
   def build(sampling: Sampling, tree: AnyTree, options=DraftOptions()) -> Draft:
@@ -335,16 +284,12 @@ def draft_name(name: str, config: AnyConfig) -> str:
   return ", ".join([name, *tokens, *(["int8"] if config.weights == "int8" else [])])
 
 
-def _require_config(target: Loaded) -> Config:
+def require_config(target: Loaded) -> Config:
+  """Return the configuration of a target, or raise InputError if it has none."""
   config = config_of(target.model)
   if config is None:
     raise InputError(f"{type(target.model).__name__} has no states that a draft could read.")
   return config
-
-
-def _with_layout(head: DraftHead, target: Config) -> DraftHead:
-  names = "dtype", "kernels", "fused", "weights"
-  return dataclasses.replace(head, **{name: getattr(target, name) for name in names})
 
 
 def load_model(
@@ -366,51 +311,14 @@ def load_model(
     other_arrays: arrays that must fit in memory together with the parameters: for a draft, the
       target's parameters.
   """
-  where, advice = f"The {role} in {checkpoint.path}", "target, draft and vocabulary must agree"
-  if role == "draft":
-    advice += (
-      ", unless `vocabulary` of checkpoint_draft is the draft's own "
-      "(gin/drafts/other_vocabulary.gin)"
-    )
   if isinstance(checkpoint.config, DraftHead):
     raise InputError(
       f"{checkpoint.path} is no model by itself but lives on the states of a target; give it as "
       "the draft of a pair."
     )
-  config = dataclasses.replace(checkpoint.config, dtype=named_dtype(dtype))
-  size, rows = len(vocabulary), config.vocab_size
-  if rows == padded_size(size):
-    config = dataclasses.replace(config, vocab_size=size, padded_vocab_size=rows)
-  elif rows != size:
-    raise InputError(
-      f"{where} has a vocabulary of {rows} tokens but {vocabulary.path} has {size}, "
-      f"{vocabulary.extra_ids} extra_ids among them (T5's own has 100); {advice}."
-    )
-  eos_ids = checkpoint.eos_ids
-  if isinstance(config, GPTConfig):
-    eos_ids = eos_ids or (config.eos_id,)
-  if eos_ids and vocabulary.eos_id not in eos_ids:
-    raise InputError(
-      f"{where} ends a text with token {' or '.join(map(str, eos_ids))} but "
-      f"{vocabulary.path} with {vocabulary.eos_id}; {advice}."
-    )
-  if not 0 <= vocabulary.pad_id < size:
-    raise InputError(
-      f"{where} pads sources with token {vocabulary.pad_id}, and {vocabulary.path} has {size} "
-      "tokens; correct pad_token_id."
-    )
-  if vocabulary.pad_id in eos_ids:
-    raise InputError(
-      f"{where} ends a text with token {vocabulary.pad_id}, which pads prompts here; use models "
-      "whose vocabulary has another token there."
-    )
-  config = dataclasses.replace(config, eos_id=vocabulary.eos_id, pad_id=vocabulary.pad_id)
-  if checkpoint.vocabulary not in (None, vocabulary.fingerprint()):
-    raise InputError(
-      f"{where} was trained with another vocabulary than {vocabulary.path}, though of the same "
-      f"size; {advice}."
-    )
-  config = _laid_out(config, shardings, kernels)
+  config = _with_vocabulary(role, checkpoint, vocabulary)
+  config = dataclasses.replace(config, dtype=named_dtype(dtype))
+  config = laid_out(config, shardings, kernels)
   if weights not in (None, "float", "stored", "int8"):
     raise InputError(f"weights is {weights!r}; give 'float', 'stored' or 'int8'.")
   if weights is None:
@@ -429,7 +337,47 @@ def load_model(
   return model_of(config), params
 
 
-def _laid_out(config: Config, shardings: ShardingsFn, kernels: str) -> Config:
+def _with_vocabulary(role: str, checkpoint: Checkpoint, vocabulary: Vocabulary) -> Any:
+  """Return the config of a model with its vocabulary; raise InputError if they do not agree."""
+  where, advice = f"The {role} in {checkpoint.path}", "target, draft and vocabulary must agree"
+  if role == "draft":
+    advice += (
+      ", unless `vocabulary` of checkpoint_draft is the draft's own "
+      "(gin/drafts/other_vocabulary.gin)"
+    )
+  config = checkpoint.config
+  size, rows = len(vocabulary), config.vocab_size
+  if rows == padded_size(size):
+    config = dataclasses.replace(config, vocab_size=size, padded_vocab_size=rows)
+  elif rows != size:
+    raise InputError(
+      f"{where} has a vocabulary of {rows} tokens but {vocabulary.path} has {size}, "
+      f"{vocabulary.extra_ids} extra_ids among them (T5's own has 100); {advice}."
+    )
+  if (eos_ids := checkpoint.eos_ids) and vocabulary.eos_id not in eos_ids:
+    raise InputError(
+      f"{where} ends a text with token {' or '.join(map(str, eos_ids))} but "
+      f"{vocabulary.path} with {vocabulary.eos_id}; {advice}."
+    )
+  if not 0 <= vocabulary.pad_id < size:
+    raise InputError(
+      f"{where} pads sources with token {vocabulary.pad_id}, and {vocabulary.path} has {size} "
+      "tokens; correct pad_token_id."
+    )
+  if vocabulary.pad_id in eos_ids:
+    raise InputError(
+      f"{where} ends a text with token {vocabulary.pad_id}, which pads prompts here; use models "
+      "whose vocabulary has another token there."
+    )
+  if checkpoint.vocabulary not in (None, vocabulary.fingerprint()):
+    raise InputError(
+      f"{where} was trained with another vocabulary than {vocabulary.path}, though of the same "
+      f"size; {advice}."
+    )
+  return dataclasses.replace(config, eos_id=vocabulary.eos_id, pad_id=vocabulary.pad_id)
+
+
+def laid_out(config: Config, shardings: ShardingsFn, kernels: str) -> Config:
   """Return the configuration in the layout for decoding; unchanged if parameters are sharded."""
   if kernels not in ("auto", "xla"):
     raise InputError(f"kernels is {kernels!r}; use 'auto' or 'xla'.")
@@ -471,155 +419,7 @@ def _of_device(dtype: str) -> str:
   return here if dtype == "auto" else dtype
 
 
-def _enable_compile_cache() -> None:
+def cache_programs() -> None:
+  """Cache compiled programs in the default folder, unless jax is configured with another one."""
   if not getattr(jax.config, "jax_compilation_cache_dir", None):
     enable_compile_cache(default_cache_dir())
-
-
-def random_pair(
-  target: str,
-  draft: str | DraftFn,
-  alpha: float,
-  version: str | float = "1.1",
-  dtype: str = "float32",
-  vocabulary: str = str(EMBEDDED / "vocabulary.model"),
-  max_source_tokens: int = 128,
-  shardings: ShardingsFn = None,
-  draft_shardings: ShardingsFn = None,
-  kernels: str = "auto",
-  weights: Weights = "float",
-  draft_weights: Weights | None = None,
-  num_output_tokens: int | None = None,
-) -> Pair:
-  """Return a pair of models with named sizes, random weights and a simulated acceptance rate.
-
-  Both models do all of their computation, so the times equal those of real models. Acceptance is
-  simulated (`SimulatedModel`), and the outputs have no meaning. Other arguments are those of
-  `load_pair`.
-
-  Args:
-    target: size of the target M_p; see `named_config`.
-    draft: size of the draft M_q, or a function that loads a draft for a `Loaded` target.
-    alpha: simulated acceptance rate.
-    version: version of T5 ('1.0' or '1.1'), another family of encoder-decoders, such as 't5gemma',
-      or a family of decoder-only models; see `named_config`.
-    num_output_tokens: see `random_draft`; for a draft that is given by its size.
-  """
-  _enable_compile_cache()
-  version, kind = version_name(version), named_dtype(dtype)
-  words = open_vocabulary(vocabulary)
-  config, params = random_model(target, version, kind, words, shardings, kernels, weights)
-  model = SimulatedModel(model_of(config), alpha, words.eos_id)
-  loaded = Loaded(size_name(version, target), model, params, words)
-  if isinstance(draft, str):
-    draft = functools.partial(
-      random_draft,
-      size=draft,
-      version=version,
-      dtype=dtype,
-      shardings=draft_shardings,
-      kernels=kernels,
-      weights=weights if draft_weights is None else draft_weights,
-      num_output_tokens=num_output_tokens,
-    )
-  return Pair(
-    loaded,
-    draft(loaded),
-    task=f"simulated, alpha {model.alpha:g}",
-    max_source_tokens=max_source_tokens,
-  )
-
-
-def random_draft(
-  target: Loaded,
-  size: str,
-  version: str | float = "1.1",
-  dtype: str = "float32",
-  inner_alpha: float | None = None,
-  shardings: ShardingsFn = None,
-  kernels: str = "auto",
-  weights: Weights = "float",
-  num_output_tokens: int | None = None,
-) -> DraftSpec:
-  """Return a draft model of a named size with random weights; see `random_pair`.
-
-  Args:
-    size: size of the model; see `named_config`.
-    inner_alpha: simulated acceptance rate of the inner draft, if this model is the `draft` of a
-      `hierarchical_draft`. Such a model cannot propose tokens alone. None for any other model.
-    num_output_tokens: number of tokens that have logits, the first ones of the vocabulary; None for
-      all tokens.
-  """
-  version = version_name(version)
-  config, params = random_model(
-    size,
-    version,
-    named_dtype(dtype),
-    target.vocabulary,
-    shardings,
-    kernels,
-    weights,
-    num_output_tokens,
-  )
-  model: Model = model_of(config)
-  if inner_alpha is not None:
-    model = SimulatedModel(model, inner_alpha, target.vocabulary.eos_id)
-  name = draft_name(size_name(version, size), config)
-  return DraftSpec(name, functools.partial(model_draft, model), params)
-
-
-def size_name(version: str, size: str) -> str:
-  """Return the name of a model with random weights, for records."""
-  return f"{version if version.isidentifier() else f't5_{version}'}_{size}"
-
-
-def random_model(
-  size: str,
-  version: str,
-  dtype,
-  words: Vocabulary,
-  shardings: ShardingsFn,
-  kernels: str,
-  weights: Weights = "float",
-  num_output_tokens: int | None = None,
-) -> tuple[Config, Any]:
-  """Return a named configuration and random parameters of the given dtype and shardings."""
-  config = named_config(version, size, dtype=dtype)
-  config = dataclasses.replace(config, eos_id=words.eos_id, pad_id=words.pad_id)
-  if len(words) > config.vocab_size:
-    raise InputError(
-      f"{words.path} has {len(words)} tokens, more than the {config.vocab_size} of {version} "
-      f"{size}; give a smaller vocabulary."
-    )
-  config = _laid_out(config, shardings, kernels)
-  config = dataclasses.replace(config, weights=weights, num_output_tokens=num_output_tokens)
-  leaves, tree = jax.tree.flatten_with_path(param_shapes(config))
-  places = jax.tree.leaves(make_shardings(shardings, config)) if shardings else [None] * len(leaves)
-
-  @functools.partial(jax.jit, static_argnames=("shape", "place", "dtype"))
-  def random_array(key, shape, place, dtype):
-    if dtype == jnp.int8:
-      array = jax.random.randint(key, shape, -MAX_INT8, MAX_INT8 + 1, jnp.int8)
-    elif len(shape) == 1:
-      array = jnp.ones(shape, dtype)
-    else:
-      array = jax.random.normal(key, shape, dtype) * shape[-2] ** -0.5
-    return array if place is None else jax.lax.with_sharding_constraint(array, place)
-
-  keys = jax.random.split(jax.random.key(0), len(leaves))
-  arrays = [
-    random_array(key, leaf.shape, place, param_dtype(path, leaf, config))
-    for key, (path, leaf), place in zip(keys, leaves, places)
-  ]
-  params = jax.tree.unflatten(tree, arrays)
-  # The values of int8 matrices have a standard deviation of 73.
-  scale = config.emb_dim**-0.5 / 73
-
-  def special(path, array):
-    if path[-1].key == "kernel_scale":
-      return array * scale
-    if path[-1].key == "output_tokens":
-      return jnp.arange(len(array), dtype=jnp.int32)
-    return array
-
-  return config, jax.tree_util.tree_map_with_path(special, params)

@@ -111,7 +111,9 @@ def model_of(name, seed=0):
         spread = 0.1 if key.endswith("bias") else 0.5
       weight += spread * torch.randn_like(weight)
       if "shared" in key or "embed_tokens" in key:  # tied logits would repeat the last token
-        weight *= 0.4
+        weight *= 2.0 if "tables" in name else 0.4
+      if "embed_positions" in key and "tables" in name:  # otherwise the source matters less
+        weight *= 0.3
       if key.endswith("Attention.q.weight"):  # T5 has no scale of attention
         weight *= 0.35
       if any(part in key for part in CROSS_ATTENTION) and weight.ndim == 2:

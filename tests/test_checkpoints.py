@@ -85,7 +85,7 @@ def test_model_fused_for_decoding_can_be_saved(tmp_path):
 
 
 @pytest.mark.parametrize(
-  "missing, said", [("config.json", "no model in"), ("params.msgpack", "has neither")]
+  "missing, said", [("config.json", "is damaged or missing"), ("params.msgpack", "has neither")]
 )
 def test_missing_files_are_reported(folder, missing, said):
   (folder / missing).unlink()

@@ -572,6 +572,16 @@ def test_checkpoint_without_a_t5_is_reported(tmp_path):
   assert_rejected(path, "encoder/relpos_bias/rel_embedding")
 
 
+@pytest.mark.parametrize("write", [write_zarr, write_msgpack])
+def test_scanned_layers_are_named(tmp_path, write):
+  """A `scalable_t5` has one array for all layers."""
+  tree = {name: array for name, array in flat(params(GATED)).items() if "/layers_" not in name}
+  for stack in ("encoder", "decoder"):
+    tree[f"{stack}/{stack}/mlp/wo/kernel"] = np.ones((4, 2, 3), np.float32)
+  path = write(tmp_path / "t5x", None, traverse_util.unflatten_dict(tree, sep="/"))
+  assert_rejected(path, "does not have the arrays of a T5", "scalable_t5, with scanned layers")
+
+
 @pytest.mark.skipif(
   not (tiny.SHARED / "data/t5x_testdata").is_dir(), reason="T5X's test data is not there"
 )

@@ -42,6 +42,7 @@ from specdec_jax.errors import InputError
 from specdec_jax.measure.alpha import proposals
 from specdec_jax.models.families import module_of, with_feature_layers
 from specdec_jax.models.layers import norm
+from specdec_jax.random_models import random_speculator
 from specdec_jax.train.batches import NO_TOKEN, Batch
 from specdec_jax.train.objectives import divergences
 from specdec_jax.train.speculators import speculator_objective, warm_start
@@ -239,7 +240,7 @@ def test_pair_gives_each_draft_the_states_that_it_reads():
   pair = tiny_pair.pair()
   layers = (0,)
   head = functools.partial(new_head, kind="features", layers=layers, emb_dim=8)
-  load = functools.partial(loading.random_speculator, head=head)
+  load = functools.partial(random_speculator, head=head)
   tree = functools.partial(composed.tree_draft, draft=load, widths=(2,))
   with_tree = pair.with_draft(tree(pair.target))
   assert with_tree.target.model.feature_layers == with_tree.draft.features == layers

@@ -34,7 +34,6 @@ from specdec_jax.data.quality import quality
 from specdec_jax.drafts.model import ModelDraft
 from specdec_jax.drafts.prompt_lookup import PromptLookupDraft
 from specdec_jax.errors import InputError
-from specdec_jax.load import random_pair
 from specdec_jax.measure import costs as costing
 from specdec_jax.measure import records
 from specdec_jax.measure import speed as speeds
@@ -66,6 +65,7 @@ from specdec_jax.measure.tables import BUDGET, legend, records_table
 from specdec_jax.models.families import for_decoding
 from specdec_jax.models.simulated import SimulatedModel
 from specdec_jax.models.t5 import T5Model
+from specdec_jax.random_models import random_pair
 
 GREEDY, RANDOM = Sampling(0.0), Sampling(1.0)
 TEXTS = [tiny_pair.SENTENCES[i] for i in (0, 14, 60)]

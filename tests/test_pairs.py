@@ -35,12 +35,13 @@ from specdec_jax.data.vocabularies import (
 from specdec_jax.drafts.prompt_lookup import prompt_lookup
 from specdec_jax.drafts.uniform import uniform
 from specdec_jax.errors import InputError
-from specdec_jax.load import load_pair, random_pair
+from specdec_jax.load import load_pair
 from specdec_jax.measure.records import settings_to_measure
 from specdec_jax.models import sizes
 from specdec_jax.models.families import for_decoding, init_params
 from specdec_jax.models.kernels import skinny
 from specdec_jax.models.sizes import t5_config
+from specdec_jax.random_models import random_pair
 from specdec_jax.run import main
 
 PARTS = dict(target="target", draft="near")
@@ -106,19 +107,29 @@ def test_missing_files_are_named(role):
     load(**{role: "gone"})
 
 
-@pytest.mark.parametrize(
-  ("changes", "said"),
-  [({}, "one is decoder-only"), ({"eos_id": 0}, "pads prompts"), ({"eos_id": 7}, "token 7 but")],
-)
-def test_incompatible_decoder_only_models_raise(tmp_path, monkeypatch, changes, said):
-  """The architectures differ, or a model's EOS is its padding or not the vocabulary's EOS."""
+def test_target_and_draft_of_two_architectures_raise(tmp_path):
   parts = tiny_pair.folder()
-  size = len(open_vocabulary(str(parts / "vocabulary.model")))
-  cfg = tiny.gpt_config(vocab_size=size, layers=1, **changes)
+  cfg = tiny.gpt_config(vocab_size=72, layers=1)
   save_model(str(tmp_path), cfg, tiny_pair.random_params(cfg, 0))
-  monkeypatch.setattr(SentencePieces, "eos_id", changes.get("eos_id", 1) % 7)
-  with pytest.raises(InputError, match=said):
+  with pytest.raises(InputError, match="one is decoder-only"):
     load_pair(str(parts / "target"), str(tmp_path), str(parts / "vocabulary.model"))
+
+
+@pytest.mark.parametrize("config", [tiny.config, tiny.gpt_config])
+@pytest.mark.parametrize(
+  "eos_id, said", [(0, "pads prompts"), (7, "token 7 but .* with 3; target")]
+)
+def test_eos_of_a_config_is_compared_with_the_vocabulary(
+  tmp_path, monkeypatch, config, eos_id, said
+):
+  """The model's EOS is its padding, or not the vocabulary's EOS."""
+  cfg = config(vocab_size=72, layers=1, eos_id=eos_id)
+  params = tiny_pair.random_params(cfg, 0)
+  save_model(str(tmp_path), cfg, params)
+  monkeypatch.setattr(SentencePieces, "eos_id", eos_id and 3)
+  for model in (str(tmp_path), (cfg, params)):
+    with pytest.raises(InputError, match=said):
+      load_pair(model, vocabulary=str(tiny_pair.folder() / "vocabulary.model"))
 
 
 def test_eos_of_any_vocabulary_ends_the_prompt_of_a_random_pair(monkeypatch):
@@ -252,6 +263,33 @@ def test_folder_with_only_tokenizer_json(tmp_path, capsys):
   assert len(capsys.readouterr().out.splitlines()) == 1
 
 
+OWN_MODEL = """
+from __gin__ import dynamic_registration
+import tiny_pair
+from specdec_jax import load
+DRAFT = None
+load.load_pair.target = @tiny_pair.config_and_params()
+load.load_pair.vocabulary = @tiny_pair.open_vocabulary()
+tiny_pair.open_vocabulary.path = {path!r}
+"""
+
+
+def test_gin_file_names_functions_that_return_a_model_and_its_vocabulary(tmp_path, capsys):
+  """The model is (config, parameters), and the vocabulary an object."""
+  (tmp_path / "own.gin").write_text(
+    OWN_MODEL.format(path=str(tiny_pair.folder() / "vocabulary.model"))
+  )
+  (tmp_path / "in.txt").write_text(f"{tiny_pair.SENTENCES[0]}\n")
+  files = ["--gin_file=gin/runs/translate.gin", f"--gin_file={tmp_path}/own.gin"]
+  flags = [f"--gin.INPUT={str(tmp_path / 'in.txt')!r}", "--gin.MAX_NEW_TOKENS=5", "--gin.GAMMA=0"]
+  try:
+    assert not main(["run", "--jax_compilation_cache_dir=", *files, *flags])
+  finally:
+    gin.clear_config()
+  (want,) = load().generate(tiny_pair.SENTENCES[:1], max_new_tokens=5, gamma=0)
+  assert capsys.readouterr().out == f"{want.text}\n"
+
+
 def test_vocabulary_defaults_to_the_targets(tmp_path):
   """The vocabulary is in the target's folder, or next to it for pairs of this project; the bundled
   pair's vocabulary is never used."""
@@ -266,7 +304,8 @@ CUT = """
 import functools, sys
 import jax
 from specdec_jax.models.partitioning import REPLICATED, make_mesh, param_shardings
-from specdec_jax.load import load_pair, random_pair
+from specdec_jax.load import load_pair
+from specdec_jax.random_models import random_pair
 
 mesh = make_mesh(model_parallel=2)
 target, draft, vocabulary = sys.argv[1:]

@@ -509,6 +509,30 @@ def test_outputs_continue_decoder_prefixes():
   assert forced.tokens.array.tolist() == [[7, 8], [-1, -1]]
 
 
+def test_decoder_texts_are_target_texts_after_the_forced_first_token():
+  """Of NLLB, the first token is the target language."""
+  pair = tiny_pair.pair()
+  texts, begins, settings = SENTENCES[:2], ["", "a man"], dict(forced_bos_token_id=20, gamma=2)
+  rows = [[20, *pair.vocabulary.encode_target(begin)] for begin in begins]
+  want = pair.generate(texts, decoder_input_ids=rows, **settings, **SHORT)
+  assert texts_of(pair.generate(texts, decoder_texts=begins, **settings, **SHORT)) == texts_of(want)
+  other = pair.generate(texts, decoder_input_ids=[row[1:] for row in rows], **settings, **SHORT)
+  assert texts_of(other) != texts_of(want)
+
+
+@pytest.mark.parametrize("first", [None, 20])
+def test_trie_of_target_texts(first):
+  """The idiom of docs/generate.md, without and with a forced first token."""
+  pair = tiny_pair.pair()
+  allowed = tiny_pair.SENTENCES[:6]
+  forced = [] if first is None else [first]
+  sequences = [[*forced, *pair.vocabulary.encode_target(text)] for text in allowed]
+  settings = dict(forced_bos_token_id=first, max_new_tokens=64)
+  constraint = TrieConstraint.of(sequences, pair.vocabulary.eos_id)
+  (output,) = pair.generate(SENTENCES[:1], gamma=2, logits_processor=constraint, **settings)
+  assert output.finish_reason == "eos" and output.tokens[:-1].tolist() in sequences
+
+
 @pytest.mark.slow
 def test_samples_of_one_source():
   """The first sample is that of a single output; the encoder runs once for all of them."""
@@ -631,7 +655,7 @@ def test_trie_allows_exactly_its_sequences():
 def test_outputs_are_sequences_of_a_trie():
   """For trees and beams, and with the most probable sequence first."""
   pair = tiny_pair.pair()
-  words = [pair.vocabulary.encode(text)[:-1] for text in tiny_pair.SENTENCES[:20]]
+  words = [pair.vocabulary.encode_target(text) for text in tiny_pair.SENTENCES[:20]]
   settings = dict(logits_processor=TrieConstraint.of(words, EOS), max_new_tokens=64)
   want = pair.generate(SENTENCES[:2], gamma=0, **settings)
   assert texts_of(pair.generate(SENTENCES[:2], tree=(0, 0, 1), **settings)) == texts_of(want)

@@ -10,6 +10,7 @@ from safetensors import safe_open
 
 from specdec_jax.checkpoints.load import open_checkpoint
 from specdec_jax.checkpoints.save import save_huggingface
+from specdec_jax.errors import InputError
 
 SHAPES = {
   "1.0": dict(gated=False, activation="relu", tied_logits=True),
@@ -57,3 +58,16 @@ def test_exported_arrays_have_the_names_of_transformers(tmp_path):
       *mlp("encoder.block.0.layer.1"),
       *mlp("decoder.block.0.layer.2"),
     }
+
+
+@pytest.mark.parametrize(
+  "fields, said",
+  [
+    (dict(activation="silu", gated=False), "feed_forward_proj in .* is 'silu'"),
+    (dict(norm_position="after", num_positions=9), "with norm_position 'after', num_positions 9 "),
+  ],
+)
+def test_other_models_are_not_written_as_a_t5(tmp_path, fields, said):
+  with pytest.raises(InputError, match=said):
+    save_huggingface(str(tmp_path), tiny.config(**fields), {})
+  assert not [*tmp_path.iterdir()]

@@ -28,11 +28,12 @@ from specdec_jax.core.verify.tokens import TokenVerifier
 from specdec_jax.data.vocabulary import padded
 from specdec_jax.drafts.model import ModelDraft
 from specdec_jax.errors import InputError
-from specdec_jax.load import load_pair, random_pair
+from specdec_jax.load import load_pair
 from specdec_jax.measure import records
 from specdec_jax.measure.speed import own_baseline
 from specdec_jax.models.sizes import t5_config
 from specdec_jax.models.t5 import T5Model
+from specdec_jax.random_models import random_pair
 from specdec_jax.run import main
 
 models = pytest.importorskip("t5x.models", reason="t5x is not installed: see docs/t5x.md")

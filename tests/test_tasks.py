@@ -311,8 +311,8 @@ def test_file_of_a_task_gives_its_texts_to_every_run(tasks, texts_of, task, pref
     for run in RUNS:
       texts = texts_of(f"runs/{run}", f"tasks/{task}", bindings="NUM_TEXTS = 2")
       assert texts == [prefix + "one", prefix + "two"]
-  for pair in ("load_pair", "random_pair"):
-    assert gin.query_parameter(f"load.{pair}.max_source_tokens") == limit
+  for pair in ("load.load_pair", "random_models.random_pair"):
+    assert gin.query_parameter(f"{pair}.max_source_tokens") == limit
 
 
 @pytest.mark.parametrize(

@@ -539,8 +539,9 @@ def test_rows_of_padding_are_not_part_of_the_vocabulary():
   size = len(tiny_pair.pair().vocabulary)
   rows = -(-(size + 100) // 128) * 128
   words, config = commands.open_fitting_vocabulary(
-    dataclasses.replace(CONFIG, vocab_size=rows), path
+    dataclasses.replace(CONFIG, vocab_size=rows, eos_id=3), path
   )
+  assert config.eos_id == words.eos_id == 1
   assert len(words) == config.vocab_size == size + 100 and config.padded_vocab_size == rows
 
 

@@ -627,6 +627,25 @@ def test_special_tokens_of_t5_in_texts(folder_of, tmp_path):
   assert words.encode("a <extra_id_0>") == [*a, 109, 1] and words.decode([*a, 109, *b]) == "a b"
 
 
+@pytest.mark.parametrize("name", ["t5_pieces", "t5"])
+def test_tables_of_t5_with_added_tokens(folder_of, tmp_path, name):
+  """A table has the rows of the tokens, a multiple of 8 as transformers can pad it, or T5's 128."""
+  path = folder_of(name) / KINDS[NAMES[name]][0]
+  if name == "t5":  # the folder of t5_pieces has added_tokens.json
+    tokenizer = Tokenizer.from_file(str(path))
+    tokenizer.add_tokens(["{", "}", "<2en>"])
+    path = tmp_path / "tokenizer.json"
+    tokenizer.save(str(path))
+  size = len(open_vocabulary(str(path), 10 if name == "t5_pieces" else 0, ENCODER))
+  padded_by_8 = -(-size // 8) * 8
+  for num_rows, want in ((size, size), (padded_by_8, padded_by_8), (padded_size(size), size)):
+    words = open_vocabulary_of_model(str(path), num_rows, tokens=ENCODER)
+    assert len(words) == len(words.all_pieces()) == want
+    ids, a = words.encode("{a}<2en>"), words.encode_target("a")
+    assert ids == [size - 3, *a, size - 2, size - 1, 1]
+    assert words.decode([*ids[:2], size, *ids[2:]]) == words.decode(ids)  # no token has this id
+
+
 @pytest.mark.parametrize(
   "files, num_rows, size",
   [
@@ -731,10 +750,12 @@ def test_tokenizer_json_takes_precedence(folder_of, tmp_path):
   assert find_vocabulary(str(tmp_path)) == str(tmp_path / "tokenizer.json")
 
 
-def test_eos_of_a_tokenizer_json_is_named_next_to_it(tmp_path):
+def test_eos_of_a_tokenizer_json_is_that_of_the_model_or_named_next_to_it(tmp_path):
   Tokenizer(models.BPE({"a": 0, "[end]": 1}, [])).save(str(tmp_path / "tokenizer.json"))
   with pytest.raises(InputError, match="or the field eos_token in a file tokenizer_config.json"):
     open_vocabulary(str(tmp_path))
+  of_model = ModelTokens(has_encoder=True, eos_ids=(1,))  # of a config.json
+  assert open_vocabulary(str(tmp_path), tokens=of_model).encode("a") == [0, 1]
   write(tmp_path, tokenizer_config={"eos_token": "[end]"})
   assert open_vocabulary(str(tmp_path)).encode("a") == [0, 1]
 

@@ -4,12 +4,14 @@ import dataclasses
 import functools
 import pathlib
 import tempfile
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import tiny
 
+from specdec_jax.checkpoints.load import load_model
 from specdec_jax.checkpoints.save import save_model
 from specdec_jax.data.pieces import train_sentence_pieces, train_word_pieces
 from specdec_jax.data.vocabularies import open_vocabulary
@@ -85,6 +87,11 @@ def pair(draft: str = "near", max_source_tokens: int = 24) -> Pair:
     task="tiny",
     max_source_tokens=max_source_tokens,
   )
+
+
+def config_and_params() -> tuple[AnyConfig, Any]:
+  """Return the target as a model in memory."""
+  return load_model(str(folder() / "target"))
 
 
 def changed(pair: Pair, draft=None, draft_params=None, **target) -> Pair:

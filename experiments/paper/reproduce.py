@@ -26,7 +26,7 @@ from specdec_jax.drafts.heads import AnyConfig
 from specdec_jax.drafts.ngram import bigram, unigram
 from specdec_jax.drafts.uniform import uniform
 from specdec_jax.errors import InputError
-from specdec_jax.load import EMBEDDED, asset, checkpoint_draft, load_pair, random_pair
+from specdec_jax.load import EMBEDDED, asset, checkpoint_draft, load_pair
 from specdec_jax.measure.records import Record, read, results_path
 from specdec_jax.measure.roofline import memory_bandwidth
 from specdec_jax.measure.speed import Baseline, own_baseline, speed_steps
@@ -35,6 +35,7 @@ from specdec_jax.measure.tables import MISSING, Table, number_text
 from specdec_jax.models.families import init_params
 from specdec_jax.models.sizes import named_config
 from specdec_jax.pair import Pair
+from specdec_jax.random_models import random_pair
 
 TABLES = {"table2": 2, "table3": 3, "table4": 4, "table5": 5}
 FIGURES = ("figure1", "figure2", "figure3", "figure4", "figure5")

@@ -18,7 +18,7 @@ import numpy as np
 
 from specdec_jax.beams import BeamSearcher
 from specdec_jax.checkpoints.checkpoint import LoadedWeights, param_shapes
-from specdec_jax.checkpoints.load import open_checkpoint, recorded_path
+from specdec_jax.checkpoints.load import open_checkpoint
 from specdec_jax.checkpoints.save import save_huggingface
 from specdec_jax.core.sampling import Sampling
 from specdec_jax.core.types import DecodeResult, Params
@@ -26,7 +26,7 @@ from specdec_jax.data.vocabularies import open_vocabulary
 from specdec_jax.data.vocabulary import Vocabulary
 from specdec_jax.drafts.composed import LoadsDraft
 from specdec_jax.errors import InputError
-from specdec_jax.load import EMBEDDED, checkpoint_draft, is_bundled, load_pair, vocabulary_of
+from specdec_jax.load import EMBEDDED, checkpoint_draft, is_bundled, load_pair
 from specdec_jax.measure.speed import own_baseline
 from specdec_jax.models.config import T5Config
 from specdec_jax.models.simulated import SimulatedModel
@@ -211,10 +211,12 @@ def trained(
       as 'float' and 'stored' for a float32 checkpoint, are measured once.
   """
   checkpoint = open_checkpoint(target)
-  vocabulary = vocabulary or vocabulary_of(checkpoint)
+  vocabulary = vocabulary or checkpoint.open_vocabulary().path
   if task is None and is_bundled(checkpoint):
     task = EMBEDDED.name
-  target_path, draft_path = recorded_path(target), recorded_path(learned or draft)
+  target_path, draft_path = (
+    open_checkpoint(path).recorded_path for path in (target, learned or draft)
+  )
   target, draft = (
     _write_checkpoint(folder, "target", target),
     _write_checkpoint(folder, "draft", draft),

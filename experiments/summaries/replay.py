@@ -22,12 +22,12 @@ from specdec_jax.core.trees import AnyTree, NodeLayout, chain, place_chain
 from specdec_jax.core.types import WrappedModel
 from specdec_jax.data.vocabulary import padded
 from specdec_jax.errors import InputError
-from specdec_jax.load import random_model, size_name
 from specdec_jax.models.config import named_dtype
 from specdec_jax.models.families import model_of
 from specdec_jax.models.simulated import CERTAIN
 from specdec_jax.models.sizes import version_name
 from specdec_jax.pair import Pair
+from specdec_jax.random_models import random_model, size_name
 
 
 class ReplayParams(NamedTuple):

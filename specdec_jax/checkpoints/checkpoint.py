@@ -3,6 +3,8 @@
 import dataclasses
 import functools
 import inspect
+import pathlib
+import re
 import types
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
@@ -15,7 +17,8 @@ from flax import traverse_util
 from specdec_jax.checkpoints import hub
 from specdec_jax.checkpoints.formats import LOGITS, MAX_NAMED, TABLE, Leaf, reported
 from specdec_jax.core.memory import require_memory
-from specdec_jax.data.vocabularies import find_vocabulary
+from specdec_jax.data.vocabularies import find_vocabulary, open_vocabulary_of_model
+from specdec_jax.data.vocabulary import ModelTokens, Vocabulary
 from specdec_jax.drafts.heads import AnyConfig, init_params
 from specdec_jax.errors import InputError
 from specdec_jax.models.families import for_decoding
@@ -31,6 +34,9 @@ ShardingsFn = Callable[..., Any] | None  # the function only
 
 _OUTPUTS = {"logits_dense", "correction"}  # layers with one column per token
 _NORM = "decoder/decoder_norm/scale"
+_PACKAGE = pathlib.Path(__file__).resolve().parents[1]
+# Parts of a path that many checkpoints have.
+_STEP = re.compile(r"(checkpoint(_\d+|s)?|snapshots|[0-9a-f]{40}|\d+|state|default|params|\.?)")
 
 
 class Generation(NamedTuple):
@@ -55,7 +61,7 @@ class Checkpoint:
       vocab_size is the number of rows of the embedding table.
     arrays: arrays by parameter name, such as `encoder/layers_0/attention/query/kernel`.
     vocabulary: fingerprint of the vocabulary that the model was trained with, if recorded.
-    recorded_path: path of the checkpoint in records; None for a model in memory.
+    folder: folder of the files, or an old T5X checkpoint's single file; None for a model in memory.
   """
 
   path: str
@@ -64,14 +70,40 @@ class Checkpoint:
   vocabulary: str | None = None
   eos_ids: tuple[int, ...] = ()
   generation: Generation = Generation()
-  name: str = ""
-  recorded_path: str | None = None
+  folder: str | None = None
 
-  def find_vocabulary(self) -> str | None:
-    """Return the path of the vocabulary that belongs to the model; None if there is none."""
-    if self.recorded_path is None:
-      return None
-    return find_vocabulary(hub.resolve(self.path, hub.VOCABULARY))
+  @property
+  def name(self) -> str:
+    """Name of the checkpoint in records: the last part of the path that is not generic."""
+    parts = [part for part in self.path.split("/") if not _STEP.fullmatch(part)]
+    return parts[-1] if parts else self.path
+
+  @property
+  def recorded_path(self) -> str | None:
+    """Path in records, for a bundled model relative to the project; None for a model in memory."""
+    resolved = pathlib.Path(self.path).resolve()
+    if self.folder is not None and resolved.is_relative_to(_PACKAGE):
+      return resolved.relative_to(_PACKAGE.parent).as_posix()
+    return self.path if self.folder is not None else None
+
+  def open_vocabulary(
+    self,
+    path: str | None = None,
+    extra_ids: int | Literal["auto"] = "auto",
+    source_language: str | None = None,
+  ) -> Vocabulary:
+    """Open the vocabulary of the model; the arguments are those of `load.load_pair`."""
+    if path is None and self.folder is None:
+      raise InputError("The target is a model in memory; give its vocabulary too.")
+    found = hub.resolve(path, hub.VOCABULARY) if path else find_vocabulary(self.folder or "")
+    if found is None:
+      raise InputError(
+        f"The target {self.path} has no vocabulary with it; expected tokenizer.json, spiece.model "
+        "or other files of its tokenizer in its folder. Give its file as vocabulary (VOCABULARY "
+        "on the command line)."
+      )
+    tokens = ModelTokens(self.config.has_encoder, self.eos_ids, self.config.pad_id, source_language)
+    return open_vocabulary_of_model(found, self.config.vocab_size, extra_ids, tokens)
 
   def load(
     self,
@@ -235,3 +267,9 @@ def make_shardings(shardings: Callable[..., Any], config: AnyConfig) -> Any:
 def param_shapes(config: AnyConfig) -> Any:
   """Return the shapes and dtypes of a model's parameters as a tree of `jax.ShapeDtypeStruct`."""
   return jax.eval_shape(functools.partial(init_params, config), jax.random.key(0))
+
+
+def path_of_record(recorded: str) -> str:
+  """Return the path of a checkpoint, given its path in records (`Checkpoint.recorded_path`)."""
+  bundled = _PACKAGE.parent / recorded
+  return str(bundled) if bundled.resolve().is_relative_to(_PACKAGE) else recorded

@@ -71,13 +71,12 @@ def local_copy(folder: str, name: str) -> Iterator[str]:
 
 
 def read_json(folder: str, name: str) -> dict[str, Any]:
-  """Return the fields of a JSON file, or raise InputError if it is damaged."""
-  with local_copy(folder, name) as path:
-    text = pathlib.Path(path).read_text(encoding="utf-8")
+  """Return the fields of a JSON file, or raise InputError if it is damaged or missing."""
   try:
-    return json.loads(text)
-  except ValueError as error:
-    raise InputError(f"{folder}/{name} is damaged: {error}.") from error
+    with local_copy(folder, name) as path:
+      return json.loads(pathlib.Path(path).read_text(encoding="utf-8"))
+  except (FileNotFoundError, ValueError) as error:
+    raise InputError(f"{folder}/{name} is damaged or missing: {error}.") from error
 
 
 def _is_remote(path: str) -> bool:

@@ -5,12 +5,8 @@ import re
 
 from specdec_jax.errors import InputError
 
-MODEL = ("config.json", "generation_config.json", "*.safetensors", "model.safetensors.index.json")
-VOCABULARY = (
-  *("spiece.model", "tokenizer.json", "vocab.json", "merges.txt", "config.json"),
-  *("source.spm", "target.spm", "sentencepiece.bpe.model"),
-  *("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"),
-)
+VOCABULARY = "*.json", "spiece.model", "sentencepiece.bpe.model", "*.spm", "merges.txt"
+MODEL = *VOCABULARY, "*.safetensors"
 _NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 
 

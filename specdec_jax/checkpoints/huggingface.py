@@ -4,7 +4,6 @@ A folder contains `config.json`, one or several safetensors files, and possibly
 `generation_config.json`. `families` has the names and the config of each family of models.
 """
 
-import dataclasses
 import re
 from collections.abc import Mapping
 from typing import Any
@@ -118,12 +117,12 @@ def open_in_memory(model: Any) -> Checkpoint:
   if isinstance(config, T5Config | GPTConfig):
     flat = traverse_util.flatten_dict(dict(arrays), sep="/")
     leaves = {key: Leaf(_array(value)) for key, value in flat.items()}
-    return Checkpoint(name, config, leaves, eos_ids=(config.eos_id,), name=name)
+    return Checkpoint(name, config, leaves, eos_ids=(config.eos_id,))
   fields = _fields(config)
   generation = getattr(model, "generation_config", None)
   generation = None if generation is None else _fields(generation)
   state = {key: _array(value) for key, value in arrays.items()}
-  return dataclasses.replace(open_state(name, fields, state, generation), name=name)
+  return open_state(name, fields, state, generation)
 
 
 def _fields(config: Any) -> dict[str, Any]:

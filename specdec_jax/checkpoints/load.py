@@ -1,7 +1,6 @@
 """Functions that open and load checkpoints of any supported format."""
 
 import dataclasses
-import pathlib
 import posixpath
 import re
 from typing import Any
@@ -16,7 +15,6 @@ from specdec_jax.models.families import Config
 
 # Subfolders of a checkpoint of a training step that may contain the parameters.
 _ITEMS = ("", "state", "default", "params")
-_STEP = re.compile(r"(checkpoint(_\d+|s)?|snapshots|[0-9a-f]{40}|\d+|state|default|params|\.?)")
 _UNFINISHED = re.compile(r"\.(orbax-checkpoint-)?tmp")
 
 
@@ -34,10 +32,14 @@ def open_checkpoint(model: Any) -> Checkpoint:
   """
   if not isinstance(model, str):
     return open_in_memory(model)
-  checkpoint = _open(hub.resolve(model.rstrip("/")))
-  return dataclasses.replace(
-    checkpoint, path=model, name=checkpoint_name(model), recorded_path=recorded_path(model)
-  )
+  folder = hub.resolve(model.rstrip("/"))
+  if files.is_file(folder, save.PARAMS):
+    checkpoint = save.open_folder(folder)
+  elif files.is_file(folder, CONFIG):
+    checkpoint = open_huggingface(folder)
+  else:
+    checkpoint = _open_t5(folder)
+  return dataclasses.replace(checkpoint, path=model, folder=folder)
 
 
 def is_in_memory(model: Any) -> bool:
@@ -45,16 +47,13 @@ def is_in_memory(model: Any) -> bool:
   return hasattr(model, "state_dict") or (isinstance(model, tuple) and len(model) == 2)
 
 
-def _open(path: str) -> Checkpoint:
+def _open_t5(path: str) -> Checkpoint:
+  """Open a checkpoint of T5X or Orbax."""
   parent, name = posixpath.split(path)
   if _UNFINISHED.search(name):
     raise InputError(f"{path} was never finished: its name is that of a checkpoint being written.")
   if files.is_file(parent, name):
     return _t5(path, formats.read_t5x(parent, name))
-  if files.is_file(path, save.PARAMS):
-    return save.open_folder(path)
-  if files.is_file(path, CONFIG):
-    return open_huggingface(path)
   for read, marker in (
     (formats.read_orbax, formats.ORBAX_METADATA),
     (formats.read_t5x, formats.T5X_INDEX),
@@ -96,25 +95,3 @@ def load_model(folder: str, dtype: str = "float32") -> tuple[Any, Any]:
   checkpoint = open_checkpoint(folder)
   config = dataclasses.replace(checkpoint.config, dtype=named_dtype(dtype))
   return config, checkpoint.load(config)
-
-
-def recorded_path(path: str) -> str:
-  """Return the path of a checkpoint for records; bundled paths are relative to the project."""
-  package = pathlib.Path(__file__).resolve().parents[1]
-  resolved = pathlib.Path(path).resolve()
-  if not resolved.is_relative_to(package):
-    return path
-  return resolved.relative_to(package.parent).as_posix()
-
-
-def path_of_record(recorded: str) -> str:
-  """Return the path of a checkpoint whose path in records is `recorded`; see `recorded_path`."""
-  package = pathlib.Path(__file__).resolve().parents[1]
-  bundled = package.parent / recorded
-  return str(bundled) if bundled.resolve().is_relative_to(package) else recorded
-
-
-def checkpoint_name(path: str) -> str:
-  """Return a checkpoint's name for records: the last path part that is not generic (`_STEP`)."""
-  parts = [part for part in path.split("/") if not _STEP.fullmatch(part)]
-  return parts[-1] if parts else path

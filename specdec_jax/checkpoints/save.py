@@ -29,12 +29,6 @@ _FAMILIES: dict[str, type[AnyConfig]] = {
   "gpt": GPTConfig,
   "head": DraftHead,
 }
-# Fields that the configuration of a T5 in transformers may have; the others have their defaults.
-_T5_FIELDS = (
-  *("vocab_size", "padded_vocab_size", "emb_dim", "num_heads", "head_dim", "mlp_dim"),
-  *("num_encoder_layers", "num_decoder_layers", "gated", "activation", "tied_logits"),
-  *("eos_id", "start_id", "pad_id", "dtype", "dropout_rate"),
-)
 
 
 def save_model(
@@ -66,8 +60,6 @@ def save_model(
 
 def open_folder(folder: str) -> Checkpoint:
   """Open a model that `save_model` wrote."""
-  if not files.is_file(folder, CONFIG) or not files.is_file(folder, PARAMS):
-    raise InputError(f"There is no model in {folder}; expected {CONFIG} and {PARAMS} in it.")
   fields = files.read_json(folder, CONFIG)
   vocabulary = fields.pop("vocabulary", None)
   family = _FAMILIES[fields.pop("family", "t5")]
@@ -76,7 +68,8 @@ def open_folder(folder: str) -> Checkpoint:
   config = config_type(**fields | lists)
   values = read_msgpack(folder, PARAMS)
   leaves = {name: Leaf(value) for name, value in values.items() if hasattr(value, "shape")}
-  return Checkpoint(folder, config, leaves, vocabulary)
+  eos_ids = () if isinstance(config, DraftHead) else (config.eos_id,)
+  return Checkpoint(folder, config, leaves, vocabulary, eos_ids)
 
 
 def save_huggingface(folder: str, config: T5Config, params: Any) -> None:
@@ -85,13 +78,16 @@ def save_huggingface(folder: str, config: T5Config, params: Any) -> None:
   Padding of the embedding table becomes part of the vocabulary. Either both files are written or
   neither. `config` must not be `fused`.
   """
-  kind = ("gated-" if config.gated else "") + config.activation
-  plain = T5Config(**{name: getattr(config, name) for name in _T5_FIELDS})
-  others = [name for name, value in vars(plain).items() if value != getattr(config, name)]
-  if others or kind not in t5.KINDS:
+  fields = t5.fields_of(config)
+  read = t5.config(folder, fields)  # raises InputError for another kind of feed-forward blocks
+  unread = "vocab_size", "padded_vocab_size", "dtype", "dropout_rate"
+  read = dataclasses.replace(read, **{name: getattr(config, name) for name in unread})
+  others = [
+    f"{name} {value!r}" for name, value in vars(config).items() if value != vars(read)[name]
+  ]
+  if others:
     raise InputError(
-      f"A model with {', '.join(f'{name} {getattr(config, name)!r}' for name in others) or kind} "
-      f"cannot be written for transformers as a T5, which has {', '.join(t5.KINDS)}."
+      f"A model with {', '.join(others)} cannot be written for transformers as a T5."
     )
   path = pathlib.Path(folder)
   path.mkdir(parents=True, exist_ok=True)
@@ -104,4 +100,4 @@ def save_huggingface(folder: str, config: T5Config, params: Any) -> None:
     arrays[names[name]] = np.ascontiguousarray(array)
   with atomic_write(path / CONFIG) as config_file, atomic_write(path / WEIGHTS, "wb") as weights:
     weights.write(save(arrays, {"format": "pt"}))
-    config_file.write(json.dumps(t5.fields_of(config), indent=2) + "\n")
+    config_file.write(json.dumps(fields, indent=2) + "\n")

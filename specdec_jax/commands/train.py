@@ -37,7 +37,6 @@ from specdec_jax.data.vocabularies import open_vocabulary_of_model, padded_size
 from specdec_jax.data.vocabulary import PAD_ID, ModelTokens, Vocabulary
 from specdec_jax.drafts.heads import DraftHead
 from specdec_jax.errors import InputError, require_count
-from specdec_jax.load import model_tokens
 from specdec_jax.models.families import Config, model_of
 from specdec_jax.models.partitioning import make_mesh, param_shardings
 from specdec_jax.train.distillation import (
@@ -251,9 +250,7 @@ def train_speculator(
     InputError: `stride` is less than 1, or the model in `start` does not fit the head.
   """
   require_count("stride", stride)
-  opened = open_checkpoint(target)
-  size, tokens = opened.config.vocab_size, model_tokens(opened)
-  words = open_vocabulary_of_model(vocabulary, size, tokens=tokens)
+  words = open_checkpoint(target).open_vocabulary(vocabulary)
   teacher = open_teacher(target, words, settings.model_parallel)
   new = head(teacher.config)  # an invalid one raises before the texts are generated
   path = _distillation_path(distillation_data, work_dir)
@@ -273,6 +270,8 @@ def _distillation_path(path: str | None, work_dir: str) -> pathlib.Path:
 def open_fitting_vocabulary(config: Config, path: str) -> tuple[Vocabulary, Config]:
   """Open the vocabulary of a model; return it, and the configuration without rows of padding.
 
+  An encoder-decoder gets the vocabulary's EOS.
+
   Raises:
     InputError: the configuration does not fit the vocabulary.
   """
@@ -282,7 +281,9 @@ def open_fitting_vocabulary(config: Config, path: str) -> tuple[Vocabulary, Conf
   if size < rows == padded_size(size):
     config = dataclasses.replace(config, vocab_size=size, padded_vocab_size=rows)
   needed = {"vocab_size": size}
-  if not config.has_encoder:
+  if config.has_encoder:
+    config = dataclasses.replace(config, eos_id=words.eos_id)
+  else:
     needed |= {"eos_id": words.eos_id, "start_id": PAD_ID}
   for name, value in needed.items():
     if (given := getattr(config, name)) != value:

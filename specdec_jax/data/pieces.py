@@ -72,6 +72,10 @@ class SentencePieces(Vocabulary):
   def __len__(self) -> int:
     return self._size
 
+  def fit(self, num_rows: int) -> None:
+    if self._config is not None and num_rows >= self._size:
+      self._size = num_rows
+
   def encode(self, text: str) -> list[int]:
     return [*self.encode_target(text), self.eos_id]
 
@@ -87,12 +91,13 @@ class SentencePieces(Vocabulary):
     return self._config.clean_up(text)
 
   def pieces(self, ids: Sequence[int]) -> list[str]:
-    return [self._piece(int(i)).replace("\u2581", " ") for i in ids]
+    ids = map(int, ids)
+    return [self._piece(i).replace("\u2581", " ") if i < len(self) else f"<{i}>" for i in ids]
 
   def _piece(self, i: int) -> str:
     if i in self._added.by_id:
       return self._added.by_id[i].content
-    return self._pieces.id_to_piece(i) if i < len(self._pieces) else f"<{i}>"
+    return self._pieces.id_to_piece(i) if i < len(self._pieces) else ""  # no token has this id
 
   def all_pieces(self) -> list[str]:
     return [self._piece(i) for i in range(len(self))]

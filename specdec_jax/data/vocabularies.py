@@ -108,7 +108,7 @@ def open_vocabulary_of_model(
   if isinstance(words, SentencePieces):
     count = _stated_extra_ids(words)
     count = count_extra_ids(words.all_pieces(), num_rows) if count is None else count
-    return open_vocabulary(words.path, count, tokens) if count else words
+    words = open_vocabulary(words.path, count, tokens) if count else words
   if tokens.has_encoder and num_rows < padded_size(len(words)):
     words.fit(num_rows)
   return words

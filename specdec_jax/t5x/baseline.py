@@ -9,7 +9,8 @@ import jax.numpy as jnp
 from jax import Array
 from t5x import decoding, models
 
-from specdec_jax.checkpoints.load import open_checkpoint, path_of_record
+from specdec_jax.checkpoints.checkpoint import path_of_record
+from specdec_jax.checkpoints.load import open_checkpoint
 from specdec_jax.core.sampling import Sampling
 from specdec_jax.core.types import DecodeResult, Rounds
 from specdec_jax.errors import InputError

@@ -21,9 +21,10 @@ from specdec_jax.core.verify.tokens import TokenVerifier
 from specdec_jax.drafts.composed import stop_at_miss_draft
 from specdec_jax.drafts.heads import new_head
 from specdec_jax.drafts.retrieval import retrieval
-from specdec_jax.load import load_pair, random_speculator
+from specdec_jax.load import load_pair
 from specdec_jax.measure import records
 from specdec_jax.measure.alpha import proposals
+from specdec_jax.random_models import random_speculator
 
 
 @pytest.fixture(scope="module")

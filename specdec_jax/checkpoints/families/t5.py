@@ -42,7 +42,6 @@ _ACTIVATIONS: dict[str, tuple[str, Literal["gelu", "relu", "silu"]]] = {
   "gated-gelu": ("gelu_new", "gelu"),
   "gated-silu": ("silu", "silu"),
 }
-KINDS = tuple(_ACTIVATIONS)
 
 
 def names(config: T5Config) -> dict[str, str]:
@@ -93,7 +92,7 @@ def config(path: str, fields: Mapping[str, Any]) -> T5Config:
   """
   fields = _with_defaults(fields)
   kind = fields["feed_forward_proj"]
-  require_known(path, fields, feed_forward_proj=KINDS)
+  require_known(path, fields, feed_forward_proj=tuple(_ACTIVATIONS))
   (their_activation, activation), gated = _ACTIVATIONS[kind], kind.startswith("gated")
   require_known(
     path,

@@ -1,0 +1,180 @@
+"""Pairs and drafts with random weights and a simulated acceptance rate, as fast as trained ones."""
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from specdec_jax import load
+from specdec_jax.checkpoints.checkpoint import ShardingsFn, make_shardings, param_shapes
+from specdec_jax.core.types import DraftSpec, Loaded, Model
+from specdec_jax.data.vocabularies import open_vocabulary
+from specdec_jax.data.vocabulary import Vocabulary
+from specdec_jax.drafts.dynamic import model_draft
+from specdec_jax.drafts.heads import DraftHead, new_head
+from specdec_jax.errors import InputError
+from specdec_jax.models.config import Weights, named_dtype
+from specdec_jax.models.families import Config, model_of
+from specdec_jax.models.quantization import MAX_INT8, param_dtype
+from specdec_jax.models.simulated import SimulatedModel
+from specdec_jax.models.sizes import named_config, version_name
+from specdec_jax.pair import Pair
+
+
+def random_pair(
+  target: str,
+  draft: str | load.DraftFn,
+  alpha: float,
+  version: str | float = "1.1",
+  dtype: str = "float32",
+  vocabulary: str = str(load.EMBEDDED / "vocabulary.model"),
+  max_source_tokens: int = 128,
+  shardings: ShardingsFn = None,
+  draft_shardings: ShardingsFn = None,
+  kernels: str = "auto",
+  weights: Weights = "float",
+  draft_weights: Weights | None = None,
+  num_output_tokens: int | None = None,
+) -> Pair:
+  """Return a pair of models with named sizes, random weights and a simulated acceptance rate.
+
+  Both models do all of their computation, so the times equal those of real models. Acceptance is
+  simulated (`SimulatedModel`), and the outputs have no meaning. Other arguments are those of
+  `load_pair`.
+
+  Args:
+    target: size of the target M_p; see `named_config`.
+    draft: size of the draft M_q, or a function that loads a draft for a `Loaded` target.
+    alpha: simulated acceptance rate.
+    version: version of T5 ('1.0' or '1.1'), another family of encoder-decoders, such as 't5gemma',
+      or a family of decoder-only models; see `named_config`.
+    num_output_tokens: see `random_draft`; for a draft that is given by its size.
+  """
+  load.cache_programs()
+  version, kind = version_name(version), named_dtype(dtype)
+  words = open_vocabulary(vocabulary)
+  config, params = random_model(target, version, kind, words, shardings, kernels, weights)
+  model = SimulatedModel(model_of(config), alpha, words.eos_id)
+  loaded = Loaded(size_name(version, target), model, params, words)
+  if isinstance(draft, str):
+    draft = functools.partial(
+      random_draft,
+      size=draft,
+      version=version,
+      dtype=dtype,
+      shardings=draft_shardings,
+      kernels=kernels,
+      weights=weights if draft_weights is None else draft_weights,
+      num_output_tokens=num_output_tokens,
+    )
+  return Pair(
+    loaded,
+    draft(loaded),
+    task=f"simulated, alpha {model.alpha:g}",
+    max_source_tokens=max_source_tokens,
+  )
+
+
+def random_draft(
+  target: Loaded,
+  size: str,
+  version: str | float = "1.1",
+  dtype: str = "float32",
+  inner_alpha: float | None = None,
+  shardings: ShardingsFn = None,
+  kernels: str = "auto",
+  weights: Weights = "float",
+  num_output_tokens: int | None = None,
+) -> DraftSpec:
+  """Return a draft model of a named size with random weights; see `random_pair`.
+
+  Args:
+    size: size of the model; see `named_config`.
+    inner_alpha: simulated acceptance rate of the inner draft, if this model is the `draft` of a
+      `hierarchical_draft`. Such a model cannot propose tokens alone. None for any other model.
+    num_output_tokens: number of tokens that have logits, the first ones of the vocabulary; None for
+      all tokens.
+  """
+  version = version_name(version)
+  config, params = random_model(
+    size,
+    version,
+    named_dtype(dtype),
+    target.vocabulary,
+    shardings,
+    kernels,
+    weights,
+    num_output_tokens,
+  )
+  model: Model = model_of(config)
+  if inner_alpha is not None:
+    model = SimulatedModel(model, inner_alpha, target.vocabulary.eos_id)
+  name = load.draft_name(size_name(version, size), config)
+  return DraftSpec(name, functools.partial(model_draft, model), params)
+
+
+def size_name(version: str, size: str) -> str:
+  """Return the name of a model with random weights, for records."""
+  return f"{version if version.isidentifier() else f't5_{version}'}_{size}"
+
+
+def random_model(
+  size: str,
+  version: str,
+  dtype,
+  words: Vocabulary,
+  shardings: ShardingsFn,
+  kernels: str,
+  weights: Weights = "float",
+  num_output_tokens: int | None = None,
+) -> tuple[Config, Any]:
+  """Return a named configuration and random parameters of the given dtype and shardings."""
+  config = named_config(version, size, dtype=dtype)
+  config = dataclasses.replace(config, eos_id=words.eos_id, pad_id=words.pad_id)
+  if len(words) > config.vocab_size:
+    raise InputError(
+      f"{words.path} has {len(words)} tokens, more than the {config.vocab_size} of {version} "
+      f"{size}; give a smaller vocabulary."
+    )
+  config = load.laid_out(config, shardings, kernels)
+  config = dataclasses.replace(config, weights=weights, num_output_tokens=num_output_tokens)
+  leaves, tree = jax.tree.flatten_with_path(param_shapes(config))
+  places = jax.tree.leaves(make_shardings(shardings, config)) if shardings else [None] * len(leaves)
+
+  @functools.partial(jax.jit, static_argnames=("shape", "place", "dtype"))
+  def random_array(key, shape, place, dtype):
+    if dtype == jnp.int8:
+      array = jax.random.randint(key, shape, -MAX_INT8, MAX_INT8 + 1, jnp.int8)
+    elif len(shape) == 1:
+      array = jnp.ones(shape, dtype)
+    else:
+      array = jax.random.normal(key, shape, dtype) * shape[-2] ** -0.5
+    return array if place is None else jax.lax.with_sharding_constraint(array, place)
+
+  keys = jax.random.split(jax.random.key(0), len(leaves))
+  arrays = [
+    random_array(key, leaf.shape, place, param_dtype(path, leaf, config))
+    for key, (path, leaf), place in zip(keys, leaves, places)
+  ]
+  params = jax.tree.unflatten(tree, arrays)
+  # The values of int8 matrices have a standard deviation of 73.
+  scale = config.emb_dim**-0.5 / 73
+
+  def special(path, array):
+    if path[-1].key == "kernel_scale":
+      return array * scale
+    if path[-1].key == "output_tokens":
+      return jnp.arange(len(array), dtype=jnp.int32)
+    return array
+
+  return config, jax.tree_util.tree_map_with_path(special, params)
+
+
+def random_speculator(target: Loaded, head: Callable[[Config], DraftHead] = new_head) -> DraftSpec:
+  """Return a draft head with random weights for `random_pair`; it is as fast as a trained one."""
+  new = head(load.require_config(target))
+  params = jax.tree.map(lambda x: x.astype(new.dtype), new.init(jax.random.key(0)))
+  return load.head_factory(f"random {new.kind}", new, params, target)
