@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from specdec_jax.beams import BeamDraft, BeamSearcher, NullBeamDraft, beam_draft
-from specdec_jax.core.decode import Decoder, NullDraft
+from specdec_jax.core.decode import Decoder, NullDraft, num_positions
 from specdec_jax.core.generation_config import PROCESSORS, SETTINGS, GenerationConfig
 from specdec_jax.core.memory import require_memory
 from specdec_jax.core.processors import Processors
@@ -40,8 +40,8 @@ class Pair:
     verifier: `Verifier` class that accepts or rejects draft tokens, or a function from a sampling
       method to a verifier.
     task: name of the inputs, for records; None if it is not known.
-    max_source_tokens: maximum number of tokens of a source. Longer sources are truncated, but keep
-      the special tokens at their end, such as EOS.
+    max_source_tokens: maximum number of tokens of a source, at most the positions of the target.
+      Longer sources are truncated, but keep the special tokens at their end, such as EOS.
   """
 
   target: Loaded
@@ -52,6 +52,8 @@ class Pair:
 
   def __post_init__(self):
     require_count("max_source_tokens", self.max_source_tokens)
+    most = min(self.max_source_tokens, num_positions(self.target.model) or self.max_source_tokens)
+    object.__setattr__(self, "max_source_tokens", most)
     model = with_feature_layers(self.target.model, self.draft.features)
     object.__setattr__(self, "target", dataclasses.replace(self.target, model=model))
 
@@ -279,10 +281,13 @@ class Pair:
     return self.continues or bool(text.strip())
 
   def prompt(self, texts: Sequence[str], width: int | None = None) -> Array:
-    """Return the source tokens [B, P] of texts, padded to a multiple of 8 or to `width`."""
+    """Return the source tokens [B, P] of texts, padded to a multiple of 8 or to `width`.
+
+    Padding does not extend past `max_source_tokens`.
+    """
     encoded = {text: self.encode(text) for text in set(texts)}  # batches are filled up with copies
     rows = [encoded[text] for text in texts]
-    width = width or -(-max(map(len, rows)) // 8) * 8
+    width = min(width or -(-max(map(len, rows)) // 8) * 8, self.max_source_tokens)
     return jnp.asarray(padded(rows, width, self.vocabulary.pad_id))
 
   def encode(self, text: str) -> list[int]:

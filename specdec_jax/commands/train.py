@@ -96,7 +96,13 @@ def train_target(
   if max_source_tokens is not None:
     require_count("max_source_tokens", max_source_tokens)
   words, config = open_fitting_vocabulary(config, vocabulary)
-  encoded = functools.partial(parallel_text, words, data, max_source_tokens=max_source_tokens)
+  encoded = functools.partial(
+    parallel_text,
+    words,
+    data,
+    max_source_tokens=max_source_tokens,
+    num_positions=config.num_positions,
+  )
   valid = encoded([valid_source] if valid_source else None, [valid_target])
 
   def bleu(params) -> float:
@@ -257,12 +263,13 @@ def train_speculator(
   teacher = open_teacher(target, words, settings.model_parallel)
   new = head(teacher.config)  # an invalid one raises before the texts are generated
   path = _distillation_path(distillation_data, work_dir)
+  valid = teacher.validation_pairs(data, valid_source)
   text = teacher.distillation_data(path, data, sources, targets, samples, new_sources)
   objective = speculator_objective(new, teacher.config, teacher.params, divergence, stride)
   if start:
     init, model = objective.init, load_model(start)
     objective = objective._replace(init=lambda rng: warm_start(init(rng), *model))
-  params = train(objective, settings, text, teacher.validation_pairs(data, valid_source), work_dir)
+  params = train(objective, settings, text, valid, work_dir)
   save_model(output, new, params, words.fingerprint(), "bfloat16")
 
 
