@@ -306,8 +306,9 @@ class BeamSearcher(Settings):
     new = state.start[:, None] + jnp.arange(max_new_tokens)
     last_slot = texts.shape[2] - 1
     tokens = jnp.take_along_axis(texts, jnp.minimum(new, last_slot)[:, None], axis=2)
-    is_eos = (tokens[..., None] == self._eos_ids).any(axis=-1)
     length_at_limit = (beams.length - state.start)[:, None]
+    is_eos = (tokens[..., None] == self._eos_ids).any(axis=-1)
+    is_eos &= jnp.arange(max_new_tokens) < length_at_limit[..., None]  # EOS may be token 0
     lengths = exists * jnp.where(is_eos.any(axis=2), is_eos.argmax(axis=2) + 1, length_at_limit)
     tokens = jnp.where(jnp.arange(max_new_tokens) < lengths[..., None], tokens, 0)
     return BeamResult(tokens, lengths, scores, state.steps, state.num_rounds, state.not_finite)
