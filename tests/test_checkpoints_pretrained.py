@@ -19,6 +19,7 @@ from test_checkpoints_formats import assert_rejected, hf_tensors, params, write_
 
 from scripts.checkout_layers import model_files
 from specdec_jax.checkpoints.load import load_params, open_checkpoint
+from specdec_jax.core.decode import Decoder
 from specdec_jax.core.generation_config import GenerationConfig
 from specdec_jax.data.vocabularies import open_vocabulary
 from specdec_jax.data.vocabulary import Vocabulary
@@ -314,6 +315,30 @@ def test_outputs_that_end_at_the_last_position(name):
       assert output.tokens.tolist() == [*map(int, want.split())]
     with pytest.raises(InputError, match=f"has {POSITIONS} positions; .* at most {limit}"):
       pair.generate([source], **how, max_new_tokens=limit + 1)
+
+
+@pytest.mark.parametrize("kind", ["marian", "gpt2"])
+def test_sources_of_similar_lengths_share_a_program(kind):
+  """Sources are padded to 16 or to all 24 positions, to which a longer source is truncated."""
+  fields, state, _ = of_kind(kind)
+  pair = load_pair((fields, state), vocabulary=Ids(fields), max_source_tokens=1000)
+  num_programs = []
+  for length in (15, 9, 16, 24, 17):
+    pair.generate([" ".join(["7"] * (length - 1))], gamma=0, max_new_tokens=1)
+    num_programs.append(Decoder.run._cache_size())
+  assert np.diff(num_programs).tolist() == [0, 0, 1, 0]
+  with pytest.warns(UserWarning, match="1 of 1 texts have more than max_source_tokens .24. tokens"):
+    (output,) = pair.generate(["7 " * 40], gamma=0, max_new_tokens=1)
+  assert Decoder.run._cache_size() == num_programs[-1] and len(output.tokens) == 1
+
+
+def test_settings_of_opus_mt_are_accepted():
+  """OPUS-MT has 512 positions, and `max_length` 512 with 4 beams in its files."""
+  fields, state, (source, _) = of_kind("marian")
+  fields |= dict(max_position_embeddings=512, max_length=512, num_beams=4)
+  pair = load_pair((fields, state), vocabulary=Ids(fields))
+  (output,) = pair.generate([source])
+  assert output.score is not None and len(output.tokens) < 512
 
 
 # Token ids and generation settings.
