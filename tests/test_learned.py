@@ -282,7 +282,7 @@ def test_feature_loss_is_zero_for_the_targets_features_and_ignores_padding():
   assert loss(everywhere.at[:, -2:].set(False), 0.5) < 1e-9
 
 
-@pytest.mark.parametrize("kind", ["parallel", "drafter"])
+@pytest.mark.parametrize("kind", ["heads", "eagle", "parallel", "drafter"])
 def test_texts_that_are_too_short_for_an_anchor_count_nothing(kind):
   """Texts of one token and EOS, whose anchors at stride 4 may all be after their end."""
   models = t5()
