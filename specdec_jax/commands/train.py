@@ -25,6 +25,7 @@ saved in bfloat16. Their common arguments:
 import dataclasses
 import functools
 import pathlib
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -44,6 +45,7 @@ from specdec_jax.train.distillation import (
   model_outputs,
   open_teacher,
   parallel_text,
+  require_positions,
   residual_labels,
 )
 from specdec_jax.train.objectives import Divergence, model_objective
@@ -96,13 +98,10 @@ def train_target(
   if max_source_tokens is not None:
     require_count("max_source_tokens", max_source_tokens)
   words, config = open_fitting_vocabulary(config, vocabulary)
-  encoded = functools.partial(
-    parallel_text,
-    words,
-    data,
-    max_source_tokens=max_source_tokens,
-    num_positions=config.num_positions,
-  )
+  cut = max_source_tokens is not None and max_source_tokens <= (config.num_positions or sys.maxsize)
+  of_sources = () if cut else (*(sources or ()), valid_source)
+  require_positions(config, words, data, *of_sources, *targets, valid_target)
+  encoded = functools.partial(parallel_text, words, data, max_source_tokens=max_source_tokens)
   valid = encoded([valid_source] if valid_source else None, [valid_target])
 
   def bleu(params) -> float:
@@ -199,6 +198,8 @@ def train_draft(
   params = load_model(start)[1] if start else None
   words, config = open_fitting_vocabulary(config, vocabulary)
   teacher = open_teacher(target, words, settings.model_parallel)
+  for model in (teacher.config, config):
+    require_positions(model, words, data, *(sources or ()), *targets, valid_source)
   objective = model_objective(config, settings.label_smoothing, divergence)
   valid = teacher.validation_pairs(data, valid_source)
   runs = [(settings, work_dir)]
@@ -262,14 +263,14 @@ def train_speculator(
   words = open_vocabulary_of_model(vocabulary, size, tokens=tokens)
   teacher = open_teacher(target, words, settings.model_parallel)
   new = head(teacher.config)  # an invalid one raises before the texts are generated
+  require_positions(teacher.config, words, data, *(sources or ()), *targets, valid_source)
   path = _distillation_path(distillation_data, work_dir)
-  valid = teacher.validation_pairs(data, valid_source)
   text = teacher.distillation_data(path, data, sources, targets, samples, new_sources)
   objective = speculator_objective(new, teacher.config, teacher.params, divergence, stride)
   if start:
     init, model = objective.init, load_model(start)
     objective = objective._replace(init=lambda rng: warm_start(init(rng), *model))
-  params = train(objective, settings, text, valid, work_dir)
+  params = train(objective, settings, text, teacher.validation_pairs(data, valid_source), work_dir)
   save_model(output, new, params, words.fingerprint(), "bfloat16")
 
 

@@ -81,11 +81,11 @@ class Teacher(NamedTuple):
     """
     if path.exists():
       return ParallelText.load(path)
-    encode, most = self.vocabulary.encode, self.config.num_positions
-    text = parallel_text(self.vocabulary, data, sources, targets, num_positions=most)
+    encode = self.vocabulary.encode
+    text = parallel_text(self.vocabulary, data, sources, targets)
     if sources:
       lines = [line for file in sources for line in read_lines(f"{data}/{file}")]
-      new = [*map(encode, spliced_sentences(lines, new_sources))]
+      new, most = [*map(encode, spliced_sentences(lines, new_sources))], self.config.num_positions
       new = [row for row in new if most is None or len(row) <= most]
     else:
       new = [encode("")] * new_sources
@@ -107,7 +107,6 @@ class Teacher(NamedTuple):
     sources, sampling = [self.vocabulary.encode("")] * NUM_SAMPLED_TEXTS, Sampling()
     if valid_source is not None:
       sources = encoded_lines(self.vocabulary, data, [valid_source])
-      require_positions(sources, self.config.num_positions)
       sampling = Sampling(temperature=0.0)
     return ParallelText(sources, self.outputs(sources, sampling, seed=-1))
 
@@ -259,38 +258,38 @@ def parallel_text(
   sources: list[str] | None,
   targets: list[str],
   max_source_tokens: int | None = None,
-  num_positions: int | None = None,
 ) -> ParallelText:
   """Read and encode parallel text files; if `sources` is None, each source is the empty text.
 
-  Sources with more than `max_source_tokens` tokens are truncated, but keep their EOS. A text with
-  more than `num_positions` tokens raises InputError.
+  Sources with more than `max_source_tokens` tokens are truncated, but keep their EOS.
   """
   lines = (line for file in targets for line in read_lines(f"{data}/{file}"))
   encoded_targets = [vocabulary.encode_output(line) for line in lines]
-  require_positions(encoded_targets, num_positions)
   if not sources:
     return ParallelText([vocabulary.encode("")] * len(encoded_targets), encoded_targets)
   rows, most = encoded_lines(vocabulary, data, sources), max_source_tokens
   if most is not None:
     rows = [row if len(row) <= most else row[: most - 1] + row[-1:] for row in rows]
-  require_positions(rows, num_positions)
   return ParallelText(rows, encoded_targets)
-
-
-def require_positions(rows: list[list[int]], num_positions: int | None) -> None:
-  """Raise InputError if a row has more tokens than the model has positions."""
-  longest = max(map(len, rows), default=0)
-  if num_positions is not None and longest > num_positions:
-    raise InputError(
-      f"A text of the data has {longest} tokens, and the model has {num_positions} positions; "
-      "leave out longer texts."
-    )
 
 
 def encoded_lines(vocabulary: Vocabulary, data: str, files: list[str]) -> list[list[int]]:
   """Read the lines of text files in folder `data` and encode them."""
   return [vocabulary.encode(line) for file in files for line in read_lines(f"{data}/{file}")]
+
+
+def require_positions(
+  config: Config, vocabulary: Vocabulary, data: str, *files: str | None
+) -> None:
+  """Raise InputError if a line of text files has more tokens than a model has positions."""
+  for file in files if config.num_positions else ():
+    rows = encoded_lines(vocabulary, data, [file] if file else [])
+    longest, most = max(map(len, rows), default=0), config.num_positions
+    if longest > most:
+      raise InputError(
+        f"A line of {file} has {longest} tokens, and the model has {most} positions; leave out "
+        "longer lines."
+      )
 
 
 def model_outputs(
