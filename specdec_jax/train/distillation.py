@@ -282,10 +282,11 @@ def require_positions(
   config: Config, vocabulary: Vocabulary, data: str, *files: str | None
 ) -> None:
   """Raise InputError if a line of text files has more tokens than a model has positions."""
-  for file in files if config.num_positions else ():
-    rows = encoded_lines(vocabulary, data, [file] if file else [])
-    longest, most = max(map(len, rows), default=0), config.num_positions
-    if longest > most:
+  most = config.num_positions
+  for file in files:
+    rows = encoded_lines(vocabulary, data, [file] if most and file else [])
+    longest = max(map(len, rows), default=0)
+    if most and longest > most:
       raise InputError(
         f"A line of {file} has {longest} tokens, and the model has {most} positions; leave out "
         "longer lines."
