@@ -281,13 +281,10 @@ class Pair:
     return self.continues or bool(text.strip())
 
   def prompt(self, texts: Sequence[str], width: int | None = None) -> Array:
-    """Return the source tokens [B, P] of texts, padded to a multiple of 8 or to `width`.
-
-    Padding does not extend past `max_source_tokens`.
-    """
+    """Return the source tokens [B, P] of texts, padded to a multiple of 8 or to `width`."""
     encoded = {text: self.encode(text) for text in set(texts)}  # batches are filled up with copies
     rows = [encoded[text] for text in texts]
-    width = min(width or -(-max(map(len, rows)) // 8) * 8, self.max_source_tokens)
+    width = width or -(-max(map(len, rows)) // 8) * 8
     return jnp.asarray(padded(rows, width, self.vocabulary.pad_id))
 
   def encode(self, text: str) -> list[int]:

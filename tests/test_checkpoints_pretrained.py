@@ -319,7 +319,7 @@ def test_outputs_that_end_at_the_last_position(name):
 
 @pytest.mark.parametrize("kind", ["marian", "gpt2"])
 def test_sources_of_similar_lengths_share_a_program(kind):
-  """Sources are padded to 16 or to all 24 positions, to which a longer source is truncated."""
+  """Sources are padded to 16 or to 24 tokens, and a longer source is truncated to 24."""
   fields, state, _ = of_kind(kind)
   pair = load_pair((fields, state), vocabulary=Ids(fields), max_source_tokens=1000)
   num_programs = []
