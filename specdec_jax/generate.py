@@ -21,14 +21,14 @@ from rich.text import Text
 from specdec_jax import batching
 from specdec_jax.beams import BeamSearcher
 from specdec_jax.core.counts import require_finite
-from specdec_jax.core.decode import Decoder
+from specdec_jax.core.decode import Decoder, num_positions
 from specdec_jax.core.generation_config import DEFAULT_NEW_TOKENS, GenerationConfig
 from specdec_jax.core.loading import DecodeSettings
 from specdec_jax.core.processors import ForcedPrefix, LogitsProcessor, Processors
 from specdec_jax.core.sampling import row_keys
 from specdec_jax.core.settings import HashableArray
 from specdec_jax.core.trees import AnyTree, DynamicTree
-from specdec_jax.core.types import DecodeResult, Rounds
+from specdec_jax.core.types import AnyArray, DecodeResult, Rounds
 from specdec_jax.errors import InputError, require_count, require_seed, require_text
 from specdec_jax.measure.calibrate import resolve_tree
 from specdec_jax.measure.rounds import Round, read_rounds, round_text
@@ -411,20 +411,15 @@ class _Batch:
   ):
     rows = [row if row < len(texts) else start for row in range(start, start + size)]
     batch = [texts[row] for row in rows]
-    # Sizes are rounded up, so that few programs are compiled, unless positions are limited.
-    is_limited = getattr(pair.config, "num_positions", None) is not None
+    # Sizes are rounded up, so that few programs are compiled.
     longest = max(len(pair.encode(text)) for text in batch)
-    self.prompt = pair.prompt(batch, None if is_limited else batching.size_of_sources(longest))
+    self.prompt = pair.prompt(batch, batching.size_of_sources(longest))
     self._forced = [forced[row] if forced else () for row in rows for _ in range(count)]
     self.num_forced = np.array([*map(len, self._forced)], np.int32)
-    num_before = self.num_forced
-    if config.max_length is not None:
-      lengths = np.asarray(pair.target.model.prompt_tokens(self.prompt)[1])
-      num_before = num_before + np.repeat(lengths, count)
-    limits = np.array(config.new_tokens(num_before.tolist()), np.int32)
+    prompts = np.asarray(self.prompt).repeat(count, axis=0)
+    limits = new_tokens(pair, config, prompts, self.num_forced)
     self.limits = self.num_forced + limits
-    most = int(self.limits.max())
-    self.max_new_tokens = most if is_limited else size_of_outputs(most)
+    self.max_new_tokens = size_of_outputs(int(self.limits.max()))
 
   @property
   def options(self) -> dict[str, Any]:
@@ -549,6 +544,31 @@ def sample_keys(seed: int, start: int, size: int, count: int) -> Array:
     return keys
   others = jax.vmap(lambda key: jax.vmap(lambda i: jax.random.fold_in(key, i))(jnp.arange(count)))
   return others(keys).at[:, 0].set(keys).reshape(-1)
+
+
+def new_tokens(
+  pair: Pair, config: GenerationConfig, prompt: AnyArray, num_forced: AnyArray | int = 0
+) -> np.ndarray:
+  """Return the limit of new tokens of each row of `prompt`, forced tokens not included.
+
+  The default limit is lowered to what the positions of the target hold. The last token of a text is
+  not processed, so it needs no position.
+  """
+  num_before = np.asarray(pair.target.model.prompt_tokens(jnp.asarray(prompt))[1]) + num_forced
+  limits = np.array(config.new_tokens(num_before.tolist()))
+  most = num_positions(pair.target.model)
+  if most is None:
+    return limits
+  if config.max_new_tokens is None and config.max_length is None:
+    limits = np.minimum(limits, np.maximum(1, most + 1 - num_before))
+  if (num_before + limits > most + 1).any():
+    row = (num_before + limits).argmax()
+    raise InputError(
+      f"{num_before[row]} tokens before the output and {limits[row]} new tokens are too long for "
+      f"{pair.target.name}, which has {most} positions; give max_new_tokens of at most "
+      f"{most + 1 - num_before[row]}."
+    )
+  return limits
 
 
 def size_of_outputs(limit: int) -> int:

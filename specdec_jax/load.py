@@ -17,6 +17,7 @@ from specdec_jax.checkpoints.checkpoint import (
   make_shardings,
 )
 from specdec_jax.checkpoints.load import is_in_memory, open_checkpoint
+from specdec_jax.core.decode import num_positions
 from specdec_jax.core.generation_config import SETTINGS, with_effect
 from specdec_jax.core.sampling import Sampling
 from specdec_jax.core.trees import AnyTree
@@ -148,7 +149,7 @@ def load_pair(
       make = functools.partial(model_draft, drafting)
       drafted = DraftSpec(name, make, draft_params, opened.recorded_path)
   if max_source_tokens is None:
-    max_source_tokens = getattr(model.config, "num_positions", None) or 512
+    max_source_tokens = num_positions(model) or 512
   task = EMBEDDED.name if task is None and bundled else task
   return Pair(loaded, drafted, verifier, task, max_source_tokens)
 

@@ -11,13 +11,8 @@ import jax.numpy as jnp
 from jax import Array
 
 from specdec_jax.beams import BeamDraft, BeamSearcher, NullBeamDraft, beam_draft
-from specdec_jax.core.decode import Decoder, NullDraft
-from specdec_jax.core.generation_config import (
-  PROCESSORS,
-  SETTINGS,
-  GenerationConfig,
-  with_effect,
-)
+from specdec_jax.core.decode import Decoder, NullDraft, num_positions
+from specdec_jax.core.generation_config import PROCESSORS, SETTINGS, GenerationConfig, with_effect
 from specdec_jax.core.memory import require_memory
 from specdec_jax.core.processors import Processors
 from specdec_jax.core.sampling import Sampling
@@ -46,8 +41,8 @@ class Pair:
     verifier: `Verifier` class that accepts or rejects draft tokens, or a function from a sampling
       method to a verifier.
     task: name of the inputs, for records; None if it is not known.
-    max_source_tokens: maximum number of tokens of a source. Longer sources are truncated, but keep
-      the special tokens at their end, such as EOS.
+    max_source_tokens: maximum number of tokens of a source, at most the positions of the target.
+      Longer sources are truncated, but keep the special tokens at their end, such as EOS.
   """
 
   target: Loaded
@@ -58,6 +53,8 @@ class Pair:
 
   def __post_init__(self):
     require_count("max_source_tokens", self.max_source_tokens)
+    most = min(self.max_source_tokens, num_positions(self.target.model) or self.max_source_tokens)
+    object.__setattr__(self, "max_source_tokens", most)
     model = with_feature_layers(self.target.model, self.draft.features)
     object.__setattr__(self, "target", dataclasses.replace(self.target, model=model))
 

@@ -21,9 +21,11 @@ from test_checkpoints_formats import assert_rejected, hf_tensors, params, write_
 from scripts.checkout_layers import model_files
 from specdec_jax.checkpoints import huggingface
 from specdec_jax.checkpoints.load import load_params, open_checkpoint
+from specdec_jax.core.decode import Decoder
 from specdec_jax.core.generation_config import SETTINGS, GenerationConfig
 from specdec_jax.core.sampling import Sampling
 from specdec_jax.data.vocabularies import open_vocabulary
+from specdec_jax.data.vocabulary import Vocabulary
 from specdec_jax.errors import InputError
 from specdec_jax.generate import generation_config
 from specdec_jax.load import load_pair
@@ -196,6 +198,153 @@ def test_marian_with_two_tables_own_logits_and_own_positions(tmp_path):
   assert_logits(tmp_path, source, inputs, TWO_TABLES)
   change(tmp_path, share_encoder_decoder_embeddings=True)
   assert_rejected(tmp_path, "differs from another array", "according to its config")
+
+
+# Outputs that end at the last of 24 positions.
+
+POSITIONS = 24
+SMALL = dict(model_files.BART, max_position_embeddings=POSITIONS, decoder_start_token_id=2)
+OF_KIND = {
+  "bart": dict(SMALL, pad_token_id=1, eos_token_id=2),
+  "marian": dict(SMALL, **model_files.MARIAN, scale_embedding=True)
+  | {"decoder_start_token_id": 95},
+  "gpt2": dict(vocab_size=96, n_positions=POSITIONS, n_embd=32, n_head=4, n_layer=2)
+  | dict(bos_token_id=95, eos_token_id=95),
+}
+END_SETTINGS = {
+  "greedy": dict(no_repeat_ngram_size=2),
+  "beams": dict(no_repeat_ngram_size=2, num_beams=4, length_penalty=0.8),
+}
+LENGTHS = 3, 22  # tokens of the sources, without EOS
+# Tokens by transformers 5.24.
+ENDS = {
+  "bart, greedy": "54 54 5 54 72 54 25 54 6 54 51 54 68 54 88 54 32 54 29 54 41 54 0 54 / "
+  "54 54 5 54 72 54 25 54 6 54 32 54 41 54 51 54 88 54 0 54 68 54 29 54",
+  "bart, beams": "54 54 5 5 54 72 54 25 54 6 5 25 5 72 5 6 54 68 54 51 54 88 54 32 / "
+  "54 5 54 54 72 54 25 54 6 54 32 54 41 54 51 54 88 54 0 54 68 54 29 54",
+  "marian, greedy": "82 82 46 82 22 82 58 82 76 82 16 82 23 82 87 82 29 82 33 82 72 82 21 82 / "
+  "82 82 87 82 22 82 76 82 58 82 29 82 21 82 23 82 46 82 34 82 32 82 72 82",
+  "marian, beams": "82 22 82 82 46 82 58 82 76 82 16 82 23 82 87 82 29 82 33 82 72 82 21 82 / "
+  "82 76 82 82 87 82 22 82 58 82 21 82 29 82 23 82 32 82 46 82 34 82 27 82",
+  "gpt2, greedy": "18 18 21 21 18 13 13 18 79 18 24 18 52 21 13 21 79 13 20 18 20 20 / 18 18 21",
+  "gpt2, beams": "18 21 21 79 79 18 65 21 18 18 13 13 18 49 13 21 13 20 18 79 13 79 / 13 18 18",
+}
+
+
+class Ids(Vocabulary):
+  """Vocabulary of 96 tokens, whose texts are token ids."""
+
+  path = "ids"
+
+  def __init__(self, fields):
+    self.eos_id, self.pad_id = fields["eos_token_id"], fields.get("pad_token_id", 0)
+    self.start_id = fields.get("decoder_start_token_id", self.eos_id)
+
+  def __len__(self):
+    return 96
+
+  def encode(self, text):
+    return [*map(int, text.split()), self.eos_id]
+
+  def decode(self, ids):
+    return " ".join(map(str, ids))
+
+  def pieces(self, ids):
+    return [*map(str, ids)]
+
+  def all_pieces(self):
+    return self.pieces(range(96))
+
+
+def of_kind(kind):
+  """Return the fields and the arrays of a model with random weights, and its sources."""
+  fields, rng = {"model_type": kind, **OF_KIND[kind]}, np.random.default_rng(3)
+  shapes = {} if kind == "gpt2" else model_files.bart_shapes(kind, fields)
+  if kind == "gpt2":
+    config = open_checkpoint((fields, {})).config
+    shapes = {name: x.shape for name, x in gpt2.tensors(gpt2.params(config)).items()}
+  state = {}
+  for name in sorted(shapes):
+    norm = name.endswith("norm.weight") or ".ln_" in name or name.startswith("ln_")
+    spread = 0.3 if len(shapes[name]) == 1 else 0.6 if "e.weight" in name else 1.5 * 32**-0.5
+    state[name] = (rng.normal(0, spread, shapes[name]) + norm).astype(np.float32)
+  sources = [" ".join(map(str, rng.integers(3, 90, length))) for length in LENGTHS]
+  return fields, state, sources
+
+
+def ends_by_transformers(kind, settings):
+  """Return the tokens that transformers generates up to the last position."""
+  torch, transformers = map(pytest.importorskip, ("torch", "transformers"))
+  fields, state, sources = of_kind(kind)
+  names = {"bart": "BartForConditionalGeneration", "marian": "MarianMTModel"}
+  of = getattr(transformers, names.get(kind, "GPT2LMHeadModel"))
+  config = of.config_class(**{k: v for k, v in fields.items() if k != "model_type"})
+  model = of(config).eval()
+  prefix = "transformer." if kind == "gpt2" else ""
+  given = {prefix + name: torch.tensor(array) for name, array in state.items()}
+  assert not model.load_state_dict(given, strict=False).unexpected_keys
+  model.tie_weights()
+  found = []
+  for source in sources:
+    ids = [*map(int, source.split())] + [fields["eos_token_id"]] * (kind != "gpt2")
+    limit = POSITIONS + 1 - len(ids) if kind == "gpt2" else POSITIONS
+    names = "pad_token_id", "eos_token_id", "bos_token_id", "decoder_start_token_id"
+    tokens = {name: fields.get(name) for name in names}
+    model.generation_config = transformers.GenerationConfig(
+      do_sample=False, max_new_tokens=limit, min_new_tokens=limit, **tokens, **settings
+    )
+    (row,) = model.generate(torch.tensor([ids])).tolist()
+    found.append(row[len(ids) if kind == "gpt2" else 1 :])
+  return found
+
+
+@pytest.mark.parametrize("name", [*ENDS])
+def test_recorded_ends_are_those_of_transformers(name):
+  want = [[*map(int, row.split())] for row in ENDS[name].split("/")]
+  kind, settings = name.split(", ")
+  assert ends_by_transformers(kind, END_SETTINGS[settings]) == want
+
+
+@pytest.mark.parametrize(
+  "name", [pytest.param(x, marks=[pytest.mark.slow] * ("beams" in x)) for x in ENDS]
+)
+def test_outputs_that_end_at_the_last_position(name):
+  """A round drafts past the last position. The limit is the default one, or is given."""
+  kind, settings = name.split(", ")
+  fields, state, sources = of_kind(kind)
+  pair = load_pair((fields, state), vocabulary=Ids(fields))
+  for source, length, want in zip(sources, LENGTHS, ENDS[name].split("/"), strict=True):
+    limit = POSITIONS + 1 - length if kind == "gpt2" else POSITIONS
+    how = dict(END_SETTINGS[settings], min_new_tokens=limit)
+    for given in ({}, dict(gamma=0, max_new_tokens=limit)):
+      (output,) = pair.generate([source], **how, **given)
+      assert output.tokens.tolist() == [*map(int, want.split())]
+    with pytest.raises(InputError, match=f"has {POSITIONS} positions; .* at most {limit}"):
+      pair.generate([source], **how, max_new_tokens=limit + 1)
+
+
+@pytest.mark.parametrize("kind", ["marian", "gpt2"])
+def test_sources_of_similar_lengths_share_a_program(kind):
+  """Sources are padded to 16 or to 24 tokens, and a longer source is truncated to 24."""
+  fields, state, _ = of_kind(kind)
+  pair = load_pair((fields, state), vocabulary=Ids(fields), max_source_tokens=1000)
+  num_programs = []
+  for length in (15, 9, 16, 24, 17):
+    pair.generate([" ".join(["7"] * (length - 1))], gamma=0, max_new_tokens=1)
+    num_programs.append(Decoder.run._cache_size())
+  assert np.diff(num_programs).tolist() == [0, 0, 1, 0]
+  with pytest.warns(UserWarning, match="1 of 1 texts have more than max_source_tokens .24. tokens"):
+    (output,) = pair.generate(["7 " * 40], gamma=0, max_new_tokens=1)
+  assert Decoder.run._cache_size() == num_programs[-1] and len(output.tokens) == 1
+
+
+def test_settings_of_opus_mt_are_accepted():
+  """OPUS-MT has 512 positions, and `max_length` 512 with 4 beams in its files."""
+  fields, state, (source, _) = of_kind("marian")
+  fields |= dict(max_position_embeddings=512, max_length=512, num_beams=4)
+  pair = load_pair((fields, state), vocabulary=Ids(fields))
+  (output,) = pair.generate([source])
+  assert output.score is not None and len(output.tokens) < 512
 
 
 # Token ids and generation settings.

@@ -428,6 +428,44 @@ def test_greedy_output_equals_autoregressive_decoding(case):
   assert (np.asarray(ours.not_finite) == -1).all()
 
 
+def with_positions(models: Models, count: int) -> Models:
+  """Return the models with a target that has the first `count` of 64 learned positions."""
+  config = dataclasses.replace(models.target.config, num_positions=64)
+  params = tiny.params(dataclasses.replace(config, weights="float"), 2, peak=0.9)
+  params = tiny.quantized(params) if config.weights == "int8" else params
+  params = jax.tree_util.tree_map_with_path(
+    lambda path, x: x[:count] if path[-1].key == "positions" else x, params
+  )
+  target = dataclasses.replace(
+    models.target, config=dataclasses.replace(config, num_positions=count)
+  )
+  return models._replace(target=target, params=params)
+
+
+@functools.cache
+def endless_outputs(of) -> Any:
+  """Return the autoregressive output of a target with 64 positions, without EOS."""
+  models, keys = with_positions(of(), 64), jax.random.split(jax.random.key(0), 6)
+  how = dict(max_new_tokens=LIMIT, sampling=GREEDY, eos_id=-1)
+  return autoregressive_decode(models.target, models.params, models.prompts, keys, **how)
+
+
+@pytest.mark.parametrize("case", marked(EXACT))
+def test_texts_end_at_the_last_position(case):
+  """The target has as many positions as the longest text needs, and none for nodes after it."""
+  models_of, draft_of, tree, verifier = CASES[case]
+  models = with_positions(models_of(), LIMIT)
+  draft, draft_params = draft_of(models, GREEDY, tree)
+  params, keys = (models.params, draft_params), jax.random.split(jax.random.key(0), 6)
+  how = dict(max_new_tokens=LIMIT + 5, verifier=verifier(GREEDY), eos_id=-1)
+  ours = speculative_decode(models.target, draft, *params, models.prompts, keys, **how)
+  lengths = LIMIT + 1 - np.asarray(models.target.prompt_tokens(jnp.asarray(models.prompts))[1])
+  np.testing.assert_array_equal(ours.lengths, lengths)
+  plain = np.asarray(endless_outputs(models_of).tokens)
+  for row, length in enumerate(lengths):
+    np.testing.assert_array_equal(ours.tokens[row, :length], plain[row, :length])
+
+
 def same_rows(one, other, rows: list[int]) -> None:
   """Assert that these rows of one batch, rounds included, are the rows of the other batch."""
   np.testing.assert_array_equal(np.asarray(one.tokens)[rows], other.tokens)

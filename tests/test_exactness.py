@@ -34,6 +34,7 @@ from specdec_jax.exactness.argmax import (
   node_moves,
   share_of,
 )
+from specdec_jax.exactness.checker import Checker
 from specdec_jax.exactness.paths import plans_of, rounds_of_self_draft, shapes_of
 from specdec_jax.exactness.samples import (
   Comparison,
@@ -42,6 +43,7 @@ from specdec_jax.exactness.samples import (
   compare_samples,
   cut_into_cells,
 )
+from specdec_jax.load import load_pair
 from specdec_jax.models.layers import RelativePositionBias
 from specdec_jax.models.simulated import SimulatedModel
 
@@ -522,6 +524,20 @@ def report(capsys):
   start = next(i for i, line in enumerate(said) if line.split()[:2] == ["check", "setting"])
   rows = [re.split(r" {2,}", line) for line in said[start + 1 :] if not line.startswith(" ")]
   return [row for row in rows if len(row) > 1], [row[0] for row in rows if len(row) == 1]
+
+
+def test_long_texts_of_the_check_use_all_positions():
+  """Sources of an encoder-decoder do not count."""
+  words = tiny_pair.pair().vocabulary
+  config = tiny.config(len(words), layers=1, **tiny.BART)  # 64 positions
+  model = config, tiny_pair.random_params(config, 0)
+  for pair, most in (
+    (load_pair(model, vocabulary=words), 64),
+    (tiny_pair.gpt_pair(), 97 - len(tiny_pair.gpt_pair().encode(TEXTS[0]))),
+    (tiny_pair.pair(), 160),
+  ):
+    checker = Checker(pair, TEXTS[:1], [chain(5)], 1, 12, 160, None)
+    assert checker.long_tokens == most
 
 
 def test_correct_pair_passes(capsys):

@@ -24,6 +24,7 @@ from test_contract import (
   gpt,
   t5,
   t5gemma,
+  with_positions,
 )
 
 from specdec_jax import load as loading
@@ -43,6 +44,7 @@ from specdec_jax.measure.alpha import proposals
 from specdec_jax.models.families import module_of, with_feature_layers
 from specdec_jax.models.layers import norm
 from specdec_jax.random_models import random_speculator
+from specdec_jax.train import distillation
 from specdec_jax.train.batches import NO_TOKEN, Batch
 from specdec_jax.train.objectives import divergences
 from specdec_jax.train.speculators import speculator_objective, warm_start
@@ -283,7 +285,7 @@ def test_feature_loss_is_zero_for_the_targets_features_and_ignores_padding():
   assert loss(everywhere.at[:, -2:].set(False), 0.5) < 1e-9
 
 
-@pytest.mark.parametrize("kind", ["parallel", "drafter"])
+@pytest.mark.parametrize("kind", ["heads", "eagle", "parallel", "drafter"])
 def test_texts_that_are_too_short_for_an_anchor_count_nothing(kind):
   """Texts of one token and EOS, whose anchors at stride 4 may all be after their end."""
   models = t5()
@@ -300,6 +302,45 @@ def test_texts_that_are_too_short_for_an_anchor_count_nothing(kind):
     losses.append(float(loss))
     assert all(np.isfinite(x).all() for x in jax.tree.leaves(gradient))
   assert 0.0 in losses and max(losses) > 0
+
+
+@pytest.mark.parametrize("kind", ["pass", "eagle", "drafter"])
+def test_heads_are_trained_on_texts_of_all_positions(kind):
+  """The loss equals that of a target with more positions, which some heads' slots would need."""
+  losses = []
+  for count in (64, 10):
+    models = with_positions(t5(), count)
+    head = tiny_head(models.target.config, kind)
+    targets = np.random.default_rng(0).integers(2, V, (len(models.prompts), 10))
+    weights = np.ones((*targets.shape, 1), np.float32)
+    batch = Batch(models.prompts, targets, targets[..., None], weights)
+    objective = speculator_objective(head, models.target.config, models.params, stride=2)
+    own, rng = tiny_pair.random_params(head, 0), jax.random.key(0)
+    losses.append(float(objective.loss(own, models.params, batch, rng, 0.0)))
+  assert losses[0] == losses[1] > 0
+
+
+@pytest.mark.parametrize("too_long", ["train.txt", "valid.txt"])
+def test_texts_longer_than_the_positions_raise_at_once(tmp_path, monkeypatch, too_long):
+  monkeypatch.setattr(distillation.Teacher, "outputs", lambda *args: pytest.fail("decodes texts"))
+  words = open_vocabulary(str(tiny_pair.folder() / "vocabulary.model"))
+  config = tiny.config(len(words), layers=1, **tiny.BART | dict(num_positions=16))
+  save_model(str(tmp_path / "target"), config, tiny_pair.random_params(config, 0))
+  for name in ("train.txt", "valid.txt"):
+    (tmp_path / name).write_text("a man\n" + "a man runs by the sea.\n" * (name == too_long))
+  with pytest.raises(InputError, match=f"{too_long} has 18 tokens, and the model has 16 pos"):
+    commands.train_speculator(
+      data=str(tmp_path),
+      sources=["train.txt"],
+      targets=["train.txt"],
+      valid_source="valid.txt",
+      head=functools.partial(new_head, gamma=4, emb_dim=32, mlp_dim=32, num_decoder_layers=1),
+      settings=TrainSettings(),
+      vocabulary=words.path,
+      target=str(tmp_path / "target"),
+      output=str(tmp_path / "speculator"),
+      work_dir=str(tmp_path / "work"),
+    )
 
 
 @pytest.mark.parametrize("tied", [True, False])

@@ -40,7 +40,7 @@ from specdec_jax.core.verify.gumbel import GumbelVerifier
 from specdec_jax.drafts.hierarchical import HierarchicalDraft
 from specdec_jax.drafts.model import ModelDraft
 from specdec_jax.errors import InputError
-from specdec_jax.generate import GenerateCall, generation_config, size_of_outputs
+from specdec_jax.generate import GenerateCall, generation_config
 from specdec_jax.load import load_pair
 
 EOS = 1
@@ -849,15 +849,3 @@ def test_beam_search_of_transformers(penalty, early_stopping):
   assert [tuple(output.tokens.tolist()) for output in found] == [text for text, _ in want]
   scores = [output.score for output in found]
   np.testing.assert_allclose(scores, [score for _, score in want], atol=1e-4)
-
-
-@pytest.mark.slow
-def test_sizes_are_not_rounded_up_for_limited_positions():
-  """A GPT with 96 positions writes as many tokens as they allow, which is no power of two."""
-  pair = tiny_pair.gpt_pair()
-  text = tiny_pair.SENTENCES[0]
-  width = pair.prompt([text]).shape[1]
-  count = pair.target.model.config.num_positions - width - 3  # a round writes up to 3 slots past it
-  assert size_of_outputs(count) > count
-  (output,) = pair.generate([text], gamma=2, max_new_tokens=count, min_new_tokens=count)
-  assert len(output.tokens) == count and output.finish_reason == "length"

@@ -54,10 +54,10 @@ def own_pair():
 class Running:
   """A server that runs, and a client of it."""
 
-  def __init__(self, limits=LIMITS):
+  def __init__(self, limits=LIMITS, pair=None):
     self.listener = socket.create_server(("127.0.0.1", 0))
     self.url = f"http://127.0.0.1:{self.listener.getsockname()[1]}"
-    self.service = Service(own_pair(), gamma=2, limits=limits, name="target")
+    self.service = Service(pair or own_pair(), gamma=2, limits=limits, name="target")
     self.server = Server(self.service, self.listener)
     self.client = client_of(self.url)
 
@@ -269,6 +269,18 @@ def test_malformed_requests_are_rejected(running):
     assert not is_valid_json or error["param"] in (None, [*changes][0])
   neutral = dict(best_of=1, frequency_penalty=0, logit_bias={}, echo=False, user="me", stop=None)
   assert running.complete(**neutral).choices[0].text
+
+
+@pytest.mark.slow
+def test_outputs_end_at_the_last_position():
+  """Without `max_tokens`. The target has 96 positions for the prompt and the output."""
+  running = Running(Limits(num_slots=2, max_new_tokens=256), tiny_pair.gpt_pair())
+  with contextlib.closing(running):
+    usage = running.complete(max_tokens=None, min_new_tokens=256).usage
+    most = 97 - usage.prompt_tokens
+    assert usage.completion_tokens == most < 128
+    with pytest.raises(openai.BadRequestError, match=f"96 positions; give max_tokens .* {most}."):
+      running.complete(max_tokens=most + 1)
 
 
 def test_other_errors_have_their_status(running):

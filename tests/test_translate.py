@@ -282,6 +282,13 @@ def test_output_to_a_file(run):
   assert sorted(os.listdir()) == ["in.txt", "out.txt"]
 
 
+def test_line_ends_in_an_output_do_not_end_its_line(run, monkeypatch):
+  words = type(tiny_pair.pair().vocabulary)
+  monkeypatch.setattr(words, "decode", lambda self, ids: "a\rb\r\nc\nd")
+  assert run(LINES[:2], OUTPUT="out.txt").status == 0
+  assert (run.dir / "out.txt").read_bytes() == b"a b c d\n" * 2
+
+
 @pytest.fixture
 def interrupt(run, monkeypatch):
   """Run the command until a number of lines are written."""
@@ -349,8 +356,11 @@ run.main(["run", "--jax_compilation_cache_dir=", *{arguments(**macros)}])
   assert resumed == (run.dir / "out.jsonl").read_text() and resumed.count("\n") == len(LINES)
 
 
-@pytest.mark.parametrize("change", ["settings", "input", "checkpoint"])
-def test_interrupted_run_of_other_settings_input_or_checkpoint_stops(run, interrupt, change):
+@pytest.mark.parametrize("change", ["settings", "input", "target", "near", "source language"])
+def test_interrupted_run_of_other_settings_input_or_models_stops(
+  run, interrupt, monkeypatch, change
+):
+  """Other weights are those of the other model, at the same path."""
   parts = {part: str(run.dir / part) for part in ("target", "near")}
   for part, path in parts.items():
     shutil.copytree(tiny_pair.folder() / part, path)
@@ -362,9 +372,14 @@ def test_interrupted_run_of_other_settings_input_or_checkpoint_stops(run, interr
     macros["SEED"] = 2
   elif change == "input":
     lines = [*LINES[:-1], "A man"]
+  elif change == "source language":  # each source begins with its token
+    words = type(tiny_pair.pair().vocabulary)
+    encode = words.encode
+    monkeypatch.setattr(words, "encode", lambda self, text: [5, *encode(self, text)])
   else:
-    shutil.rmtree(parts["near"])
-    shutil.copytree(tiny_pair.folder() / "target", parts["near"])
+    shutil.rmtree(parts[change])
+    (other,) = parts.keys() - {change}
+    shutil.copytree(tiny_pair.folder() / other, parts[change])
   result = run(lines, OUTPUT="out.txt", **macros)
   assert result.status == 2 and "out.txt.part has the lines of an interrupted run" in result.said
   assert "resume it, or delete the file" in result.said

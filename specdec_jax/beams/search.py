@@ -50,6 +50,7 @@ from specdec_jax.beams.verified import (
 )
 from specdec_jax.core.arrays import gather, gather_one, gather_or_zero
 from specdec_jax.core.context import Context
+from specdec_jax.core.decode import last_length
 from specdec_jax.core.memory import require_memory
 from specdec_jax.core.processors import Processors, process
 from specdec_jax.core.settings import Settings, traced
@@ -276,12 +277,11 @@ class BeamSearcher(Settings):
       hidden=repeat(last_hidden),
       parent_entries=jnp.zeros((batch, num_beams), jnp.int32),
     )
-    most = length + max_new_tokens
     state = BeamSearchState(
       prompt=prompt,
       prompt_length=length,
       start=length if num_forced is None else length + num_forced,
-      limit=most if limit is None else jnp.minimum(most, length + limit),
+      limit=last_length(self.target, length, max_new_tokens, limit),
       done=jnp.zeros(batch, bool),
       live=live,
       verified=empty_nodes(batch, num_cached, self._num_top, last_hidden),
@@ -306,8 +306,9 @@ class BeamSearcher(Settings):
     new = state.start[:, None] + jnp.arange(max_new_tokens)
     last_slot = texts.shape[2] - 1
     tokens = jnp.take_along_axis(texts, jnp.minimum(new, last_slot)[:, None], axis=2)
-    is_eos = (tokens[..., None] == self._eos_ids).any(axis=-1)
     length_at_limit = (beams.length - state.start)[:, None]
+    is_eos = (tokens[..., None] == self._eos_ids).any(axis=-1)
+    is_eos &= jnp.arange(max_new_tokens) < length_at_limit[..., None]  # EOS may be token 0
     lengths = exists * jnp.where(is_eos.any(axis=2), is_eos.argmax(axis=2) + 1, length_at_limit)
     tokens = jnp.where(jnp.arange(max_new_tokens) < lengths[..., None], tokens, 0)
     return BeamResult(tokens, lengths, scores, state.steps, state.num_rounds, state.not_finite)

@@ -25,6 +25,7 @@ saved in bfloat16. Their common arguments:
 import dataclasses
 import functools
 import pathlib
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -43,6 +44,7 @@ from specdec_jax.train.distillation import (
   model_outputs,
   open_teacher,
   parallel_text,
+  require_positions,
   residual_labels,
 )
 from specdec_jax.train.objectives import Divergence, model_objective
@@ -95,6 +97,9 @@ def train_target(
   if max_source_tokens is not None:
     require_count("max_source_tokens", max_source_tokens)
   words, config = open_fitting_vocabulary(config, vocabulary)
+  cut = max_source_tokens is not None and max_source_tokens <= (config.num_positions or sys.maxsize)
+  of_sources = () if cut else (*(sources or ()), valid_source)
+  require_positions(config, words, data, *of_sources, *targets, valid_target)
   encoded = functools.partial(parallel_text, words, data, max_source_tokens=max_source_tokens)
   valid = encoded([valid_source] if valid_source else None, [valid_target])
 
@@ -192,6 +197,8 @@ def train_draft(
   params = load_model(start)[1] if start else None
   words, config = open_fitting_vocabulary(config, vocabulary)
   teacher = open_teacher(target, words, settings.model_parallel)
+  for model in (teacher.config, config):
+    require_positions(model, words, data, *(sources or ()), *targets, valid_source)
   objective = model_objective(config, settings.label_smoothing, divergence)
   valid = teacher.validation_pairs(data, valid_source)
   runs = [(settings, work_dir)]
@@ -253,6 +260,7 @@ def train_speculator(
   words = open_checkpoint(target).open_vocabulary(vocabulary)
   teacher = open_teacher(target, words, settings.model_parallel)
   new = head(teacher.config)  # an invalid one raises before the texts are generated
+  require_positions(teacher.config, words, data, *(sources or ()), *targets, valid_source)
   path = _distillation_path(distillation_data, work_dir)
   text = teacher.distillation_data(path, data, sources, targets, samples, new_sources)
   objective = speculator_objective(new, teacher.config, teacher.params, divergence, stride)

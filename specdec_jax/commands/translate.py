@@ -156,7 +156,7 @@ def translate(
       sink.flush()
       bar.advance(task)
       totals.update(count_records([record]))
-      for kind, detail in _warnings(pair, record, max_new_tokens):
+      for kind, detail in _warnings(pair, record):
         warned[kind].append(index + 1)
         if len(warned[kind]) == 1:
           notes.print(f"warning: line {index + 1} {kind}{detail}.")
@@ -180,6 +180,7 @@ def _run_hash(pair: Pair, *settings: object) -> str:
     settings,
     (pair.dtype, pair.kernels, pair.max_source_tokens, pair.continues, pair.draft.name),
     (pair.verifier_name, pair.vocabulary.fingerprint(), params_digest(pair.params)),
+    pair.vocabulary.encode(""),  # has the token of the source language
   )
   return hashlib.sha256(repr(parts).encode()).hexdigest()
 
@@ -227,7 +228,7 @@ def _open_output(output: str, run: str | None) -> Iterator[tuple[IO[str], int]]:
     part.unlink()
 
 
-def _warnings(pair: Pair, record: dict, max_new_tokens: int) -> Iterator[tuple[str, str]]:
+def _warnings(pair: Pair, record: dict) -> Iterator[tuple[str, str]]:
   line = record["source"]
   if not pair.can_decode(line):
     yield "is empty", "; its output is left empty"
@@ -235,8 +236,7 @@ def _warnings(pair: Pair, record: dict, max_new_tokens: int) -> Iterator[tuple[s
   if (cut := pair.cut(line)) is not None:
     yield f"is longer than {pair.max_source_tokens} tokens", f"; it was cut after '...{cut[-40:]}'"
   if pair.vocabulary.eos_id not in record["tokens"]:
-    limit = f"; its output stops at the limit of {max_new_tokens} tokens"
-    yield "was not finished", limit
+    yield "was not finished", f"; its output stops at the limit of {len(record['tokens'])} tokens"
   share = pair.vocabulary.single_letter_share(line)
   if share > MAX_SINGLE_LETTER_SHARE:
     yield (

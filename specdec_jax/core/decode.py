@@ -49,6 +49,7 @@ from specdec_jax.core.types import (
   Rounds,
   Verification,
   Verifier,
+  WrappedModel,
 )
 from specdec_jax.errors import require_count
 
@@ -144,7 +145,8 @@ class Decoder(Settings):
       rng: one key per row, so that a row does not depend on its neighbors; or one key, which is
         split. A key is made by `jax.random.key` or `PRNGKey`.
       max_new_tokens: maximum number of new tokens of each row, EOS included.
-      limit: another limit, one for all rows or one per row, traced. The smaller limit applies.
+      limit: another limit, one for all rows or one per row, traced. The smaller limit applies. A
+        text also ends where the target has no position for another token.
       num_forced: number of tokens at the start of each row that a processor forces. They count
         against the limits, but are not part of the result.
       num_samples: number of consecutive rows per prompt; rng, limit and num_forced are per row.
@@ -248,7 +250,7 @@ class Decoder(Settings):
       tokens=context.tokens,
       length=length,
       prompt_length=length if num_forced is None else length + num_forced,
-      limit=length + jnp.minimum(max_new_tokens, max_new_tokens if limit is None else limit),
+      limit=last_length(self.target, length, max_new_tokens, limit),
       done=jnp.zeros(batch, bool),
       rng=split_keys(rng, batch),
       target_cache=context.target_cache,
@@ -363,6 +365,29 @@ def empty_rounds(tree: AnyTree, max_rounds: int, batch: int) -> Rounds:
     path=None if tree.is_chain else zeros(tree.depth),
     parents=zeros(tree.num_draft_tokens) if isinstance(tree, DynamicTree) else None,
   )
+
+
+def num_positions(model: Model) -> int | None:
+  """Return the number of tokens of a text that a model can process; None if there is no limit."""
+  while isinstance(model, WrappedModel):
+    model = model.model
+  return getattr(getattr(model, "config", None), "num_positions", None)
+
+
+def last_length(
+  target: Model,
+  length: Int[Array, " B"],
+  max_new_tokens: int,
+  limit: Int[AnyArray, "*batch"] | int | None,
+) -> Int[Array, " B"]:
+  """Return the length at which the text of each row ends: at its limits, or at the last position.
+
+  The last token of a text is not processed, so it has no position. Nodes of a block that lie past
+  the last position are never part of a text.
+  """
+  end = length + jnp.minimum(max_new_tokens, max_new_tokens if limit is None else limit)
+  most = num_positions(target)
+  return end if most is None else jnp.maximum(length, jnp.minimum(end, most + 1))
 
 
 def _last_node(verification: Verification) -> Int[Array, " B"]:

@@ -9,6 +9,7 @@ import jax
 import numpy as np
 
 from specdec_jax.core.counts import require_finite
+from specdec_jax.core.decode import num_positions
 from specdec_jax.core.generation_config import GenerationConfig
 from specdec_jax.core.loading import DecodeSettings
 from specdec_jax.core.sampling import Sampling, row_keys
@@ -91,11 +92,10 @@ class Checker:
     self.pair, self.texts, self.batch_size = pair, texts, batch_size
     self.max_new_tokens = max_new_tokens
     self.processors = pair.processors(generation or GenerationConfig())
-    most = getattr(getattr(pair.target.model, "config", None), "num_positions", None)
-    if most:
-      slots = pair.prompt(texts).shape[1] + max(shape.num_nodes for shape in shapes)
-      long_tokens = min(long_tokens, most - slots)
-    self.long_tokens = max(0, long_tokens)
+    if most := num_positions(pair.target.model):
+      longest = int(pair.target.model.prompt_tokens(pair.prompt(texts))[1].max())
+      long_tokens = min(long_tokens, most + 1 - longest)
+    self.long_tokens = long_tokens
     self.share = share_of(pair)
     self.moved: dict[AnyTree, float] = {}
     self.decode_fn = functools.partial(pair.decode_fn, processors=self.processors)

@@ -346,7 +346,7 @@ class _Calibrator:
     return functools.partial(decode, max_new_tokens=settings.max_new_tokens)
 
   def fits(self, tree: Tree) -> bool:
-    """Return whether memory and the models' positions suffice for the longest text with a tree."""
+    """Return whether memory suffices for the longest text with a tree."""
     pair, settings = self.pair, self.settings
     longest = max(len(pair.encode(text)) for text in self.texts)
     prompt = jax.ShapeDtypeStruct((settings.batch_size, longest), np.int32)

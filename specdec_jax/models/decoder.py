@@ -18,7 +18,6 @@ from jaxtyping import Float, Int, Shaped
 
 from specdec_jax.core.arrays import write_slots
 from specdec_jax.core.trees import NodeLayout, place_chain
-from specdec_jax.errors import InputError
 from specdec_jax.models.config import TransformerConfig
 from specdec_jax.models.layers import (
   Attention,
@@ -196,16 +195,6 @@ class Decoder(nn.Module):
     else:
       logits = self.logits_dense(x)
     return logits[..., : self.config.vocab_size]
-
-
-def require_positions(config: TransformerConfig, num_prompt: int, num_slots: int) -> None:
-  """Raise InputError if a prompt or a cache is longer than the absolute positions of a model."""
-  if config.num_positions and max(num_prompt, num_slots) > config.num_positions:
-    raise InputError(
-      f"A prompt of {num_prompt} tokens, the new ones and a block of draft tokens take {num_slots} "
-      f"positions, but the model has {config.num_positions}; lower max_new_tokens, or "
-      "max_source_tokens for shorter prompts."
-    )
 
 
 def empty_slots(config: TransformerConfig, batch: int, num_slots: int) -> tuple[KeysValues, ...]:

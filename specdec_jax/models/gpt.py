@@ -18,7 +18,7 @@ from jaxtyping import Float, Int
 
 from specdec_jax.core.trees import AnyTree, NodeLayout
 from specdec_jax.models.config import GPTConfig
-from specdec_jax.models.decoder import Decoder, KeysValues, commit, empty_slots, require_positions
+from specdec_jax.models.decoder import Decoder, KeysValues, commit, empty_slots
 from specdec_jax.models.layers import embedder
 
 
@@ -110,7 +110,6 @@ class GPTModel:
     self, params: Any, prompt: Int[Array, "B P"], num_slots: int
   ) -> tuple[Float[Array, "B C E"], GPTCache]:
     config, batch = self.config, len(prompt)
-    require_positions(config, prompt.shape[1], num_slots)
     tokens, length = self.prompt_tokens(prompt)
     cache = GPTCache(jnp.zeros(batch, jnp.int32), empty_slots(config, batch, num_slots))
     _, hidden, cache = self.extend(params, cache, tokens)

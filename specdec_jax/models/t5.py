@@ -16,7 +16,7 @@ from jaxtyping import Bool, Float, Int
 from specdec_jax.core.arrays import repeat_rows
 from specdec_jax.core.trees import AnyTree, NodeLayout
 from specdec_jax.models.config import T5Config
-from specdec_jax.models.decoder import Decoder, KeysValues, commit, empty_slots, require_positions
+from specdec_jax.models.decoder import Decoder, KeysValues, commit, empty_slots
 from specdec_jax.models.layers import (
   MASKED,
   Attention,
@@ -127,7 +127,8 @@ class Encoder(nn.Module):
       relative = self.relpos_bias(positions[None], positions)
       biases = [relative + mask for mask in biases]
     if cfg.num_positions is not None:
-      x = x + self.positions[:length].astype(x.dtype)
+      # Padding may extend past the last position.
+      x = x + self.positions.at[positions].get(mode="clip").astype(x.dtype)
     if cfg.embedding_norm:
       x = self.embedding_norm(x)
     x = self.dropout(x, deterministic)
@@ -246,7 +247,6 @@ class T5Model:
     self, params: Any, prompt: Int[Array, "B P"], num_slots: int
   ) -> tuple[Float[Array, "B C E"], T5Cache]:
     batch, config = len(prompt), self.config
-    require_positions(config, prompt.shape[1], num_slots)
     cross, cross_bias = T5(config).apply({"params": params}, prompt, method=T5.encode)
     cache = T5Cache(
       length=jnp.zeros(batch, jnp.int32),

@@ -12,15 +12,20 @@ import uuid
 from collections.abc import AsyncIterator, Mapping
 from typing import Any
 
-import jax.numpy as jnp
-import numpy as np
 from starlette.responses import JSONResponse, Response
 
 from specdec_jax.core.counts import require_finite
 from specdec_jax.core.types import DecodeResult
 from specdec_jax.data.vocabulary import padded
 from specdec_jax.errors import InputError
-from specdec_jax.generate import GenerateCall, Output, generation_config, sample_keys, text_of
+from specdec_jax.generate import (
+  GenerateCall,
+  Output,
+  generation_config,
+  new_tokens,
+  sample_keys,
+  text_of,
+)
 from specdec_jax.serve.engine import Closed
 from specdec_jax.serve.protocol import CompletionRequest, RequestError, input_errors
 from specdec_jax.serve.service import Service
@@ -174,11 +179,9 @@ class Completion:
           f"prompt {place} has {len(rows[-1])} tokens; give at most {pair.max_source_tokens}."
         )
     self._num_prompt_tokens = sum(map(len, rows))
-    lengths = [0] * len(rows)
-    if config.max_length is not None:
-      prompts = padded(rows, pair.max_source_tokens, pair.vocabulary.pad_id)
-      lengths = np.asarray(pair.target.model.prompt_tokens(jnp.asarray(prompts))[1]).tolist()
-    limits, most = config.new_tokens(lengths), service.limits.max_new_tokens
+    prompts = padded(rows, pair.max_source_tokens, pair.vocabulary.pad_id)
+    limits = new_tokens(pair, config, prompts).tolist()
+    most = service.limits.max_new_tokens
     if max(limits) > most and (request.max_tokens or "max_length" in request.settings):
       raise InputError(f"max_tokens is {max(limits)}; give at most {most}.")
     call = service.call(config, request.logprobs is not None)

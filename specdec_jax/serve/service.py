@@ -107,8 +107,7 @@ class Service:
     """Start the engine; see `server.serve` for the arguments.
 
     Raises:
-      InputError: gamma, tree or a default of requests is invalid, the model has too few positions
-        for the limits, or there is not enough memory.
+      InputError: gamma, tree or a default of requests is invalid, or there is not enough memory.
     """
     self.pair, self.limits, self.prefix = pair, limits, prefix
     self.name = name or "/".join(pathlib.PurePath(pair.target.path or pair.target.name).parts[-2:])
@@ -116,7 +115,7 @@ class Service:
     config, _ = generation_config(pair, None, {"num_beams": 1})
     prompt = jnp.zeros((limits.num_slots, pair.max_source_tokens), jnp.int32)
     init = functools.partial(self.call(config).decoder().init, max_new_tokens=limits.max_new_tokens)
-    jax.eval_shape(init, pair.params, prompt, jax.random.key(0))  # checks positions and memory
+    jax.eval_shape(init, pair.params, prompt, jax.random.key(0))  # checks memory
     self.metrics = Metrics()
     self.engine = Engine(self._new_slots, limits)
 

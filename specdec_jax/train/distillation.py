@@ -85,7 +85,8 @@ class Teacher(NamedTuple):
     text = parallel_text(self.vocabulary, data, sources, targets)
     if sources:
       lines = [line for file in sources for line in read_lines(f"{data}/{file}")]
-      new = [*map(encode, spliced_sentences(lines, new_sources))]
+      new, most = [*map(encode, spliced_sentences(lines, new_sources))], self.config.num_positions
+      new = [row for row in new if most is None or len(row) <= most]
     else:
       new = [encode("")] * new_sources
     for seed, prompts in enumerate([*[text.sources] * samples, new]):
@@ -276,6 +277,21 @@ def parallel_text(
 def encoded_lines(vocabulary: Vocabulary, data: str, files: list[str]) -> list[list[int]]:
   """Read the lines of text files in folder `data` and encode them."""
   return [vocabulary.encode(line) for file in files for line in read_lines(f"{data}/{file}")]
+
+
+def require_positions(
+  config: Config, vocabulary: Vocabulary, data: str, *files: str | None
+) -> None:
+  """Raise InputError if a line of text files has more tokens than a model has positions."""
+  most = config.num_positions
+  for file in files:
+    rows = encoded_lines(vocabulary, data, [file] if most and file else [])
+    longest = max(map(len, rows), default=0)
+    if most and longest > most:
+      raise InputError(
+        f"A line of {file} has {longest} tokens, and the model has {most} positions; leave out "
+        "longer lines."
+      )
 
 
 def model_outputs(
