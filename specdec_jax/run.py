@@ -213,6 +213,8 @@ def _help_of_run(files: Sequence[str], values: flags.FlagValues) -> str:
   defaults = {name.upper(): x.default for name, x in _parameters()[1].items()}
   for name, value in {**defaults, **macros()}.items():  # as a shell reads them
     text = "(required)" if value is inspect.Parameter.empty else repr(value)
+    if inspect.isfunction(value):
+      text = f"@{value.__name__}"
     lines.append(f"  --{name.lower()} {shlex.quote(value if type(value) is str else text)}")
   if "PAIR" in macros():
     lines += ["", f"Your own models ({_CHECKPOINTS}): {_as_flags(_CHECKPOINT_MACROS)}"]

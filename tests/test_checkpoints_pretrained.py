@@ -204,6 +204,7 @@ def test_marian_with_two_tables_own_logits_and_own_positions(tmp_path):
 
 POSITIONS = 24
 SMALL = dict(model_files.BART, max_position_embeddings=POSITIONS, decoder_start_token_id=2)
+SMALL["forced_eos_token_id"] = None  # or EOS would be the last token
 OF_KIND = {
   "bart": dict(SMALL, pad_token_id=1, eos_token_id=2),
   "marian": dict(SMALL, **model_files.MARIAN, scale_embedding=True)

@@ -190,7 +190,7 @@ def test_help_of_a_run_has_its_comment_and_its_settings(folder, capsys):
   (folder / "more.gin").write_text("# Includes a file.\ninclude 'work.gin'\nBEAMS = None\n")
   said = output(capsys, "--gin_file=more.gin", "--help")
   assert "\nIncludes a file.\n" in said
-  assert "  --gamma 4\n  --fault ''\n  --output_dir %gin.REQUIRED\n  --beams None" in said
+  assert "  --output_dir %gin.REQUIRED\n  --gamma 4\n  --fault None\n  --beams None" in said
   assert "--target" not in said
   said = output(capsys, "speedup", "-h")
   assert "  --prefix ''\n" in said and "  --output_dir runs/speedup\n" in said
