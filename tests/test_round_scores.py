@@ -389,7 +389,7 @@ def test_scores_have_mean_0_and_the_stated_variance():
   law = rng.dirichlet(np.full(7, 1.0), size=5), rng.dirichlet(np.full(7, 0.1), size=5)
   law = np.concatenate([*law, np.zeros((1, 7))])  # the last one: nothing is sampled
   every = np.broadcast_to(np.arange(7), law.shape)
-  score = jax.jit(jax.vmap(round_scores._token_scores, in_axes=(None, 1), out_axes=1))
+  score = jax.jit(jax.vmap(round_scores.token_scores, in_axes=(None, 1), out_axes=1))
   scores = Scores(*map(np.asarray, score(3 * law, every)))  # weights of any scale
   variances = scores.spread, scores.spread, scores.log_variance
   for values, variance in zip((scores.rank, scores.place, scores.log), variances):
@@ -430,7 +430,7 @@ def test_stated_detectable_temperature_is_detected_9_times_in_10():
   rng = np.random.default_rng(0)
   law = rng.dirichlet(np.full(30, 0.3))
   scores = Scores(
-    *(np.asarray(x) for x in round_scores._token_scores(jnp.tile(law, (30, 1)), np.arange(30)))
+    *(np.asarray(x) for x in round_scores.token_scores(jnp.tile(law, (30, 1)), np.arange(30)))
   )
   variance = 20_000 * float(scores.log_variance[0])
   every = Scores(*(np.repeat(x[:1], 20_000) for x in scores))
