@@ -11,9 +11,17 @@ from specdec_jax.core.sampling import Sampling, row_keys
 from specdec_jax.core.trees import AnyTree, DynamicTree, Tree, chain
 from specdec_jax.core.verify.tokens import TokenVerifier
 from specdec_jax.errors import InputError, require_count, require_seed
-from specdec_jax.exactness.checker import Checker, Row, Setting, pooled_rows, rounds_row
+from specdec_jax.exactness.checker import (
+  Checker,
+  Row,
+  Setting,
+  pooled_rows,
+  rounds_row,
+  samples_row,
+)
 from specdec_jax.exactness.martingale import RoundScores
 from specdec_jax.exactness.slots import NUM_SLOTS
+from specdec_jax.exactness.texts import TextScores
 from specdec_jax.measure.progress import Progress
 from specdec_jax.pair import Pair
 
@@ -52,15 +60,15 @@ def check_exactness(
   - The target as its own draft: at temperature 0, each round must accept a whole path of draft
     tokens; 1% more rounds than the minimum are tolerated. In a tree, the path to each leaf is
     checked.
-  - Slots: some texts are decoded with continuous batching, and compared with one text at a time. The
-    log-probabilities of their tokens are compared with those of one forward pass.
+  - Slots: some texts are decoded with continuous batching, and compared with one text at a time.
+    The log-probabilities of their tokens are compared with those of one forward pass.
   - Samples: above temperature 0, the tokens of outputs are compared with their exact distributions,
     one by one and in pairs. This check covers all verifiers and trees.
 
   The first shape (the first gamma, if there is one) is checked with all sampling methods, and in
-  slots. Other shapes are checked at temperature 0, and with the first sampling method above it. So are batches
-  smaller than the largest, but with the first shape only. At temperature 0, a quarter of the texts
-  are used for smaller batches and for the target as its own draft.
+  slots. Other shapes are checked at temperature 0, and with the first sampling method above it. So
+  are batches smaller than the largest, but with the first shape only. At temperature 0, a quarter
+  of the texts are used for smaller batches and for the target as its own draft.
 
   Args:
     gammas: gamma of each chain.
@@ -69,7 +77,7 @@ def check_exactness(
       ROUND_TOKENS.
     num_tokens: minimum number of tokens in the check of samples, for each setting.
     num_draft_tokens: minimum number of draft tokens in the check of rounds, for each sampling
-      method and shape. For the first method with the first shape, it is four times as large.
+      method and shape. For the first method, it is multiplied by gamma, or the depth of the tree.
     level: probability of a false alarm, for all statistical checks together.
     trees: parents of the draft tokens of each tree, as in `trees.Tree`; by default TREE, if the
       draft and the verifier support it.
@@ -85,9 +93,10 @@ def check_exactness(
       acceptance is simulated, or `generation` has settings other than those of logits processors.
   """
   require_seed(seed)
-  static = _if_supported(pair, TREE) if trees is None else [*map(Tree, trees)]
-  changing = _if_supported(pair, DYNAMIC_TREE)
-  if dynamic is not None:
+  static = [TREE] * _supports(pair, TREE) if trees is None else [*map(Tree, trees)]
+  if dynamic is None:
+    changing = [DYNAMIC_TREE] * _supports(pair, DYNAMIC_TREE)
+  else:
     changing = [DynamicTree(nodes - 1, depth) for nodes, depth in dynamic]
   fixed = [*map(chain, gammas), *static]
   shapes: list[AnyTree] = [*fixed, *changing]
@@ -137,8 +146,9 @@ def check_exactness(
     rounds += [Setting(sampling, tree, 32) for sampling in sampled[:1] for tree in fixed[1:]]
     if check.long_tokens:
       rounds += [Setting(sampling, fixed[len(gammas) - 1], 8, True) for sampling in sampled[:1]]
-  # Half of the level is for tests of all rounds together, and half for tests of single settings.
-  setting_level = level / (2 if rounds else 1) / max(1, len(samples) + len(rounds))
+  # Half of the level is for the six tests of all settings together, and half for tests of one.
+  pooled_level = level / 2 / 6
+  setting_level = level / 2 / max(1, len(samples) + len(rounds))
 
   console = Console(markup=False, soft_wrap=True)
   passed: list[bool] = []
@@ -163,18 +173,23 @@ def check_exactness(
       report(check.logits(tree))
     scored: list[RoundScores] = []
     for number, setting in enumerate(bar.track(rounds, description="checking rounds")):
-      count = num_draft_tokens * (4 if number == 0 else 1)
+      is_first = setting.sampling == sampled[0] and not setting.is_long
+      count = num_draft_tokens * (setting.tree.depth if is_first else 1)
       # Each setting has its own seed, so that all can be tested together.
       scored.append(check.rounds(setting, count, seed + 1 + number))
       report(rounds_row(scored[-1], setting, setting_level))
-    for row in pooled_rows(scored, level / 2) if rounds else ():
+    for row in pooled_rows(scored, pooled_level) if rounds else ():
       report(row)
     for setting in bar.track(outputs, description="checking outputs"):
       report(check.outputs(setting))
     for setting in bar.track(slots, description="checking slots"):
       report(check.slots(setting, seed))
-    for setting in bar.track(samples, description="checking samples"):
-      report(check.samples(setting, num_tokens, seed, setting_level))
+    of_texts: list[TextScores] = []
+    for number, setting in enumerate(bar.track(samples, description="checking samples")):
+      of_texts.append(check.samples(setting, num_tokens, seed + 1 + len(rounds) + number))
+      report(samples_row(of_texts[-1:], setting, setting_level))
+    if of_texts:
+      report(samples_row(of_texts, "all settings", pooled_level))
   if sampled and (changing or not rounds):
     unscored = "dynamic trees" if by_tokens else pair.verifier_name
     console.print(f"For {unscored}, outputs were checked, but not rounds.")
@@ -184,13 +199,12 @@ def check_exactness(
     raise SystemExit(1)
 
 
-def _if_supported[T: AnyTree](pair: Pair, tree: T) -> list[T]:
-  """Return a list of the tree, if the draft can propose it and the verifier can verify it."""
+def _supports(pair: Pair, tree: AnyTree) -> bool:
+  """Return whether the draft can propose a tree, and the verifier can verify it."""
+  prompt, keys = pair.prompt(["1"]), row_keys(0, 0, 1)
   try:
-    decode = pair.decode_fn(Sampling(), tree)
-    jax.eval_shape(
-      functools.partial(decode, max_new_tokens=1), pair.prompt(["1"]), row_keys(0, 0, 1)
-    )
+    decode = functools.partial(pair.decode_fn(Sampling(), tree), max_new_tokens=1)
+    jax.eval_shape(decode, prompt, keys)
   except InputError:
-    return []
-  return [tree]
+    return False
+  return True

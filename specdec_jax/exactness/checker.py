@@ -28,7 +28,7 @@ from specdec_jax.exactness.martingale import Drift, RoundScores, Scores
 from specdec_jax.exactness.paths import rounds_of_self_draft
 from specdec_jax.exactness.round_scores import positions, recorded, score_rounds
 from specdec_jax.exactness.slots import NUM_TEXTS, compare_slots
-from specdec_jax.exactness.texts import score_texts
+from specdec_jax.exactness.texts import TextScores, score_texts
 from specdec_jax.pair import Pair
 
 ROUND_TOKENS = 24  # limit of outputs whose rounds are tested; a batch waits for its longest output
@@ -178,9 +178,9 @@ class Checker:
     lines = [_of_divergence(pair, text, divergence) for text, divergence in texts]
     return Row(holds, "slots", setting, identical, "no tie", details, lines)
 
-  def samples(self, setting: Setting, num_tokens: int, seed: int, level: float) -> Row:
-    """Compare the tokens of sampled outputs with their exact distributions."""
-    scored = score_texts(
+  def samples(self, setting: Setting, num_tokens: int, seed: int) -> TextScores:
+    """Sample outputs in a setting, and score their tokens."""
+    return score_texts(
       self.pair,
       self.texts,
       self.decode_fn(setting.sampling, setting.tree),
@@ -189,16 +189,6 @@ class Checker:
       max(4, setting.tree.depth + 1),
       self.processors,
     )
-    drifts = [(name, d) for name, ds in scored.drifts().items() for d in ds]
-    worst = min(drifts, key=lambda named: named[1].p_value)[0]
-    deviations = ", ".join(f"{kind} {dict(drifts)[kind].z:+.1f}" for kind in scored.scores)
-    share = martingale.detectable_shift(dict(drifts)["draft"], level / len(drifts))
-    impossible = f", {scored.num_impossible} outputs impossible" * bool(scored.num_impossible)
-    details = f"{scored.num_tokens} tokens{impossible}: {deviations} standard deviations; least p "
-    details += f"of {len(drifts)} for {worst}"
-    if math.isfinite(share):
-      details += f"; detects {share:.1%} of tokens from the draft's distribution"
-    return _p_value("samples", setting, scored.p_value, level, details)
 
   def rounds(self, setting: Setting, num_draft_tokens: int, seed: int) -> RoundScores:
     """Decode texts in a setting, and score the draft tokens and next tokens of the rounds."""
@@ -244,8 +234,7 @@ def rounds_row(scored: RoundScores, setting: Setting, level: float) -> Row:
 
 
 def pooled_rows(scored: Sequence[RoundScores], level: float) -> Iterator[Row]:
-  """Yield the tests of the rounds of all settings together."""
-  level /= 5
+  """Yield the tests of the rounds of all settings together, each at `level`."""
   every = martingale.joined(scored)
   draft_tokens = every.where(every.position >= 0)
   sampled = jax.tree.map(lambda x: x[every.next.spread > 0], every.next)
@@ -263,14 +252,37 @@ def pooled_rows(scored: Sequence[RoundScores], level: float) -> Iterator[Row]:
     yield _of_drifts(check, "all rounds", by_kind, level, what, power)
   for where in ("within", "between"):
     correlate = martingale.within_rounds if where == "within" else martingale.between_rounds
-    by_name: dict[str, Drift] = {}
-    for of_setting in map(correlate, scored):
-      for name, drift in of_setting.items():
-        by_name[name] = by_name[name].plus(drift) if name in by_name else drift
+    by_name = _pooled([correlate(of_setting) for of_setting in scored])
     worst = min(by_name, key=lambda name: by_name[name].p_value)
     what, least = f"{len(by_name)} correlations, the least p for", {worst: [by_name[worst]]}
     check, of_each = f"independence {where} rounds", level / len(by_name)
     yield _of_drifts(check, "all rounds", least, of_each, what)
+
+
+def samples_row(scored: Sequence[TextScores], setting: object, level: float) -> Row:
+  """Return the row of the tests of the tokens of outputs, in one setting or in several."""
+  drifts = scored[0].drifts() if len(scored) == 1 else {}
+  kinds = _pooled([{kind: x.drifts()[kind][0] for kind in x.scores} for x in scored])
+  by_name = drifts | {kind: [drift] for kind, drift in kinds.items()}
+  every = [(drift.p_value, name) for name, of_name in by_name.items() for drift in of_name]
+  level /= len(every)
+  p_value, worst = min(every)
+  impossible = sum(x.num_impossible for x in scored)
+  details = f"{sum(x.num_tokens for x in scored)} tokens"
+  details += f", {impossible} outputs impossible" * bool(impossible)
+  details += ": " + ", ".join(f"{kind} {drift.z:+.1f}" for kind, drift in kinds.items())
+  details += f" standard deviations; least p of {len(every)} for {worst}"
+  share = martingale.detectable_shift(kinds["draft"], level)
+  if math.isfinite(share):
+    details += f"; detects {share:.1%} of tokens from the draft's distribution"
+  return _p_value("samples", setting, 0.0 if impossible else p_value, level, details)
+
+
+def _pooled(parts: Sequence[Mapping[str, Drift]]) -> dict[str, Drift]:
+  """Return the drifts of all parts together, by name."""
+  names = dict.fromkeys(name for part in parts for name in part)
+  of_name = {name: [part[name] for part in parts if name in part] for name in names}
+  return {name: functools.reduce(Drift.plus, drifts) for name, drifts in of_name.items()}
 
 
 def _of_drifts(

@@ -241,16 +241,32 @@ def within_rounds(scored: RoundScores) -> dict[str, Drift]:
       ("acceptance with its draft token", _acceptance(drafted), of(drafted)),
     ):
       correlations[f"{what}, by {name}"] = product(later, earlier, 0.5)
-  # Each round is a row of the table, and each position in a round a column.
+  return correlations | _acceptance_of_pairs(drafted)
+
+
+def _acceptance_of_pairs(drafted: RoundScores) -> dict[str, Drift]:
+  """Return the drift of acceptance at each position of a round, given that at an earlier one.
+
+  The weight is the most powerful one if both draft tokens use the same uniform, limited so that no
+  score exceeds 1.
+  """
   _, round_of = np.unique(np.stack([drafted.row, drafted.start]), axis=1, return_inverse=True)
-  score, variance, _ = _acceptance(drafted)
-  weight, largest = _weight(drafted.probability, MAX_SETTING_WEIGHT), MAX_SETTING_WEIGHT
-  shape = int(round_of.max(initial=-1)) + 1, int(drafted.position.max(initial=-1)) + 1
-  earlier, later, spread = table = np.zeros((3, *shape))
-  table[:, round_of, drafted.position.astype(int)] = score, weight * score, weight**2 * variance
-  for i, j in itertools.combinations(range(shape[1]), 2):
-    name = f"acceptance of draft token {j + 1} with that of {i + 1}"
-    correlations[name] = product((later[:, j], spread[:, j], largest), earlier[:, i], 1.0)
+  count = int(drafted.position.max(initial=-1)) + 1
+  table = np.full((2, int(round_of.max(initial=-1)) + 1, count), np.nan)  # NaN: not verified
+  table[:, round_of, drafted.position.astype(int)] = drafted.accepted, drafted.probability
+  correlations = {}
+  for i, j in itertools.combinations(range(count), 2):
+    both = table[:, ~np.isnan(table[0, :, [i, j]]).any(axis=0)]
+    (before, accepted), (a_before, a) = both[..., [i, j]].swapaxes(1, 2)
+    # The probability of the outcome at i, at both places.
+    b_before, b = (np.where(before, x, 1 - x) for x in (a_before, a))
+    odds = ((1 - x) / np.maximum(x, MIN_PROB) for x in (b_before, b))
+    weight = np.minimum(1, np.minimum(*odds)) / np.maximum(1 - b, MIN_PROB)
+    weight *= np.where(before, 1, -1)
+    drift = Drift(
+      float((weight * (accepted - a)).sum()), float((weight**2 * a * (1 - a)).sum()), 1.0
+    )
+    correlations[f"acceptance of draft token {j + 1} with that of {i + 1}"] = drift
   return correlations
 
 
