@@ -21,11 +21,12 @@ from specdec_jax.core.generation_config import GenerationConfig
 from specdec_jax.core.loading import DecodeSettings
 from specdec_jax.core.sampling import Sampling, distribution, sample
 from specdec_jax.core.trees import DynamicTree, Tree, branching, chain
-from specdec_jax.core.types import Proposal, Verification, Verifier
+from specdec_jax.core.types import DecodeResult, Proposal, Rounds, Verification, Verifier
 from specdec_jax.core.verify.blocks import BlockVerifier
 from specdec_jax.core.verify.lossy import TypicalVerifier
 from specdec_jax.core.verify.tokens import TokenVerifier
 from specdec_jax.errors import InputError
+from specdec_jax.exactness import texts
 from specdec_jax.exactness.argmax import (
   Divergence,
   Rounding,
@@ -34,14 +35,10 @@ from specdec_jax.exactness.argmax import (
   node_moves,
   share_of,
 )
+from specdec_jax.exactness.martingale import detectable_shift
 from specdec_jax.exactness.paths import plans_of, rounds_of_self_draft, shapes_of
-from specdec_jax.exactness.samples import (
-  Comparison,
-  cells_of,
-  compare,
-  compare_samples,
-  cut_into_cells,
-)
+from specdec_jax.exactness.processed import target_probs
+from specdec_jax.exactness.texts import score_texts
 from specdec_jax.models.layers import RelativePositionBias
 from specdec_jax.models.simulated import SimulatedModel
 
@@ -61,16 +58,10 @@ TREE = Tree((0, 0, 1, 2, 2, 5))
 LEVEL = 1e-6  # significance level of each comparison: a correct program fails it this often
 
 
-@functools.cache
-def cells(sampling):
-  return cells_of(tiny_pair.pair(), TEXTS, sampling, samples_per_text=400, num_tokens=4)
-
-
 def sampled(sampling, decode):
-  """Return 400 outputs of each text, and the exact joint distribution of their first tokens."""
-  return compare_samples(
-    tiny_pair.pair(), TEXTS, decode, DecodeSettings(sampling, 4, 4), 400, cells(sampling)
-  )
+  """Return the scores of the tokens of about 1,600 outputs."""
+  settings = DecodeSettings(sampling, batch_size=32, max_new_tokens=4)
+  return score_texts(tiny_pair.pair(), TEXTS, decode, settings, num_tokens=6000)
 
 
 argmax = functools.partial(
@@ -86,12 +77,11 @@ argmax = functools.partial(
 
 
 def test_exact_samples_pass():
-  # 1,600 outputs detect a total variation of 0.15 with a probability of 0.9.
   sampling = SAMPLINGS["temperature 0.6"]
-  joint = sampled(sampling=sampling, decode=tiny_pair.pair().decode_fn(sampling, chain(GAMMA)))
-  assert joint.p_value > LEVEL and joint.num_impossible == 0
-  assert joint.num_samples == 1600 and joint.num_cells > 40
-  assert joint.detectable(LEVEL) < 0.15
+  found = sampled(sampling=sampling, decode=tiny_pair.pair().decode_fn(sampling, chain(GAMMA)))
+  assert found.p_value > LEVEL and found.num_impossible == 0
+  (of_draft,) = found.drifts()["draft"]
+  assert found.num_tokens >= 6000 and detectable_shift(of_draft, LEVEL) < 0.3
 
 
 def test_exact_argmax_passes():
@@ -463,39 +453,60 @@ def test_dynamic_tree_is_checked_in_several_shapes_on_every_path():
     assert len({*siblings}) == len(siblings)  # the children of a node are different tokens
 
 
-# Cells of the chi-squared test.
+# Tokens of outputs.
 
 
-def test_cells_cover_all_probability():
+def test_windows_begin_where_rounds_begin():
+  """Tokens are numbered from 0; rounds begin at tokens 0, 1, 4 and 6, and the text has 7 tokens."""
+  result = DecodeResult(
+    *(np.zeros((1, 9)), np.array([7]), rounds_of(1, 3, 2, 1), 4, np.array([-1])),
+  )
+  found = texts._in_windows(result, 3, np.arange(9)[None] + 1)
+  assert found.tolist() == [[1, 2, 3], [5, 6, 7]]
+  assert texts._in_windows(result, 4, np.arange(9)[None] + 1).tolist() == [
+    [1, 2, 3, 4],
+    [5, 6, 7, 0],
+  ]
+
+
+def rounds_of(*num_emitted):
+  none = np.zeros(len(num_emitted))
+  return Rounds(none, none, none, np.array(num_emitted)[:, None])
+
+
+def test_scores_against_the_draft_have_mean_0_and_the_stated_variance():
   rng = np.random.default_rng(0)
-  tables = {}
-
-  def next_probs(prefixes):
-    return np.stack([tables.setdefault(p, rng.dirichlet(np.full(6, 0.5))) for p in prefixes])
-
-  cells = cut_into_cells(next_probs, num_samples=1000, num_tokens=3, eos_id=1)
-  assert sum(cells.values()) == pytest.approx(1)
-  assert any(len(prefix) == 3 for prefix in cells)
-  for prefix in cells:
-    assert 1 not in prefix[:-1] and len(prefix) <= 3
-    p = np.prod([tables[prefix[:i]][token] for i, token in enumerate(prefix)])
-    children = sum(tables[prefix][t] for t in range(6) if (*prefix, t) in cells)
-    whole = 1 if len(prefix) == 3 or prefix[-1:] == (1,) else 1 - children
-    assert cells[prefix] == pytest.approx(p * whole, abs=1e-12)
-    assert p * 1000 >= 5 - 1e-9
+  p, q = rng.dirichlet(np.full(7, 0.5), (2, 5))
+  p, q = (np.broadcast_to(x[:, None], (5, 7, 7)) for x in (p, q))  # [rows, tokens, V]
+  every = np.broadcast_to(np.arange(7), (5, 7))
+  score, variance = map(np.asarray, texts._draft_scores(p, q, every))
+  np.testing.assert_allclose((p[:, 0] * score).sum(axis=1), 0, atol=1e-6)
+  np.testing.assert_allclose((p[:, 0] * score**2).sum(axis=1), variance[:, 0], atol=1e-6)
+  assert np.abs(score).max() <= texts.MAX_RATIO
+  np.testing.assert_array_equal(np.argsort(score[0]), np.argsort(np.minimum(q / p, 2)[0, 0]))
 
 
-def test_texts_are_counted_in_their_longest_prefix_and_small_cells_are_merged():
-  cells = {(): 0.2, (3,): 0.3, (3, 4): 0.1, (5,): 0.4}
-  texts = [(3, 4)] * 10 + [(3, 9)] * 30 + [(5, 3)] * 40 + [(7, 7)] * 20
-  exact = compare(cells, texts)
-  assert exact == Comparison(0.0, 3, 100, 4, 0) and exact.p_value == 1
-  assert compare(cells, texts[10:] + [(7, 7)] * 10).statistic == pytest.approx(10 + 100 / 20)
-  cells = {(): 0.01, (3,): 0.02, (4,): 0.03, (5,): 0.94}
-  assert compare(cells, [(5,)] * 94 + [(4,)] * 6) == Comparison(0.0, 1, 100, 2, 0)
-  # They are too small alone, so the next larger cell is merged with them.
-  assert compare({(): 0.01, (3,): 0.99}, [(3,)] * 100).degrees == 0
-  assert Comparison(0.0, 3, 100, 4, 1).p_value == 0  # an impossible text is a fault
+@pytest.mark.parametrize("settings", [{}, {"top_k": 5}, {"top_p": 0.6}, {"top_k": 9, "top_p": 0.9}])
+def test_distributions_of_the_checker_are_those_of_sampling(settings):
+  sampling = Sampling(temperature=0.7, **settings)
+  logits = np.random.default_rng(0).normal(0, 3, (4, 6, 30)).astype(np.float32)
+  model = Fixed()
+  found = target_probs(model, logits, logits[..., 0], np.zeros((4, 6), int), sampling, 6, ())
+  np.testing.assert_allclose(found, tiny.adjusted(logits, 0.7, **settings), atol=1e-6)
+
+
+@dataclasses.dataclass(frozen=True)
+class Fixed:
+  """Model whose logits are its parameters."""
+
+  def prompt_tokens(self, prompt):
+    return jnp.zeros((len(prompt), 1), jnp.int32), jnp.ones(len(prompt), jnp.int32)
+
+  def prefill(self, params, prompt, num_slots):
+    return None, None
+
+  def extend(self, params, cache, tokens):
+    return params, None, cache
 
 
 # The command.
@@ -508,9 +519,10 @@ def check(**changes):
     gammas=[GAMMA],
     batch_sizes=[4],
     max_new_tokens=12,
-    num_texts=4,
-    samples_per_text=100,
+    num_tokens=400,
     num_draft_tokens=100,
+    trees=(),
+    dynamic=(),
     long_tokens=0,
   )
   check_exactness(changes.pop("pair", tiny_pair.pair()), **{**settings, **changes})
@@ -527,8 +539,8 @@ def report(capsys):
 def test_correct_pair_passes(capsys):
   check(long_tokens=40)
   rows, notes = report(capsys)
-  assert [row[0] for row in rows] == ["ok"] * 12
-  assert notes == ["12 of 12 checks hold, in float32 on cpu."]
+  assert [row[0] for row in rows] == ["ok"] * 15
+  assert notes == ["15 of 15 checks hold, in float32 on cpu."]
   setting = "temperature 1 top-k 10, gamma 2"
   assert [row[1:3] for row in rows] == [
     ["logits", "gamma 2"],
@@ -546,24 +558,29 @@ def test_correct_pair_passes(capsys):
     ),
     ["outputs", "temperature 0, gamma 2, batch 4"],
     ["outputs", "temperature 0, gamma 2, long texts, batch 4"],
+    ["slots", "temperature 0, gamma 2, batch 3"],
+    ["slots", f"{setting}, batch 3"],
     ["samples", f"{setting}, batch 4"],
     ["samples", "temperature 1 top-k 10, autoregressive, batch 4"],
+    ["samples", "all settings"],
   ]
   found = {check: row for _, check, *row in rows}
   assert "detects a bias of" in found["acceptance"][-1]
   assert "detects a temperature wrong by" in found["next tokens"][-1]
   assert found["independence between rounds"][-1].startswith("119 correlations")
+  assert found["slots"][1] == "12 of 12" and "log-probabilities off by" in found["slots"][-1]
   assert found["outputs"][1] == "4 of 4" and "40 tokens each" in found["outputs"][-1]
-  assert "400 outputs, first 4 tokens in" in found["samples"][-1]
+  assert "of tokens from the draft's distribution" in found["samples"][-1]
   assert float(found["samples"][1].removeprefix("p = ")) > 1e-3
 
 
 def test_trees_are_checked_and_a_verifier_without_scored_rounds_is_named(capsys):
   pair = dataclasses.replace(tiny_pair.pair(), verifier=BlockVerifier)
-  check(pair=pair, gammas=(), trees=[(0, 0, 1)], num_texts=1)
+  check(pair=pair, gammas=(), trees=[(0, 0, 1)])
   rows, notes = report(capsys)
-  assert [row[:2] for row in rows] == [["ok", c] for c in ("logits", "outputs", *["samples"] * 2)]
-  assert rows[2][2] == "temperature 1 top-k 10, tree (0, 0, 1), batch 4"
+  checks = "logits", "outputs", *["slots"] * 2, *["samples"] * 3
+  assert [row[:2] for row in rows] == [["ok", check] for check in checks]
+  assert rows[4][2] == "temperature 1 top-k 10, tree (0, 0, 1), batch 4"
   assert "on each of the tree's paths" in rows[1][-1]
   assert notes[0] == "For BlockVerifier, outputs were checked, but not rounds."
 
@@ -573,7 +590,7 @@ def test_dynamic_trees_are_checked_without_their_rounds(capsys):
   rows, notes = report(capsys)
   assert rows[1][:4] == ["ok", "outputs", "temperature 0, dynamic tree 5/2, batch 4", "4 of 4"]
   assert "with the target as draft on each of the tree's paths in turn" in rows[1][-1]
-  assert len(rows) == 4 and {row[0] for row in rows} == {"ok"}
+  assert len(rows) == 7 and {row[0] for row in rows} == {"ok"}
   assert notes[0] == "For dynamic trees, outputs were checked, but not rounds."
 
 
@@ -590,7 +607,7 @@ def test_fault_is_printed_and_exits_with_status_1(capsys):
   assert ended.value.code == 1
   row = next(row for row in report(capsys)[0] if row[1] == "samples")
   assert row[:4] == ["FAIL", "samples", "temperature 1 top-k 10, gamma 2, batch 4", "p = 0"]
-  assert "of them impossible" in row[-1]
+  assert "outputs impossible" in row[-1]
 
 
 def test_correct_pair_with_processors_passes(capsys):
@@ -600,7 +617,7 @@ def test_correct_pair_with_processors_passes(capsys):
   check(samplings=[Sampling()], gammas=(), trees=[(0, 0, 1)], generation=generation)
   said = capsys.readouterr().out
   assert "Logits processors: RepetitionPenalty, NoRepeatNgram, MinLength, ForcedTokens." in said
-  assert "FAIL" not in said and said.count("\nok  ") == 9
+  assert "FAIL" not in said and said.count("\nok  ") == 11
 
 
 @pytest.mark.parametrize("fault, temperature", [(FAULTS[0], 1.0), (FAULTS[1], 0.0)])
@@ -617,15 +634,6 @@ def test_wrong_text_of_processors_is_a_fault(fault, temperature, monkeypatch, ca
   assert ended.value.code == 1 and "FAIL" in capsys.readouterr().out
 
 
-def test_samples_that_are_too_few_to_count_are_not_checked(capsys):
-  """Only the remaining checks decide, as for random weights, whose prefixes are all improbable."""
-  check(samplings=[Sampling(top_k=10)], samples_per_text=1)
-  rows, _ = report(capsys)
-  samples = [row for row in rows if row[1] == "samples"]
-  assert {row[0] for row in samples} == {"--"} and samples[0][3] == "not checked"
-  assert {row[0] for row in rows} == {"ok", "--"}
-
-
 @pytest.mark.parametrize(
   "changes, words",
   [
@@ -639,7 +647,7 @@ def test_samples_that_are_too_few_to_count_are_not_checked(capsys):
       "TypicalVerifier is lossy",
     ),
     ({"level": 0.0}, "level is 0.0"),
-    ({"samples_per_text": 0}, "samples_per_text is 0"),
+    ({"num_tokens": 0}, "num_tokens is 0"),
     ({"batch_sizes": [0]}, "batch_size is 0"),
     ({"num_draft_tokens": 0}, "num_draft_tokens is 0"),
     ({"long_tokens": -1}, "long_tokens is -1"),
