@@ -520,7 +520,7 @@ def check(**changes):
     batch_sizes=[4],
     max_new_tokens=12,
     num_tokens=400,
-    num_draft_tokens=100,
+    num_draft_tokens=200,
     trees=(),
     dynamic=(),
     long_tokens=0,

@@ -77,7 +77,7 @@ def check_exactness(
       ROUND_TOKENS.
     num_tokens: minimum number of tokens in the check of samples, for each setting.
     num_draft_tokens: minimum number of draft tokens in the check of rounds, for each sampling
-      method and shape. For the first method, it is multiplied by gamma, or the depth of the tree.
+      method and shape. For the first method and a chain, it is multiplied by gamma.
     level: probability of a false alarm, for all statistical checks together.
     trees: parents of the draft tokens of each tree, as in `trees.Tree`; by default TREE, if the
       draft and the verifier support it.
@@ -173,7 +173,7 @@ def check_exactness(
       report(check.logits(tree))
     scored: list[RoundScores] = []
     for number, setting in enumerate(bar.track(rounds, description="checking rounds")):
-      is_first = setting.sampling == sampled[0] and not setting.is_long
+      is_first = setting.sampling == sampled[0] and setting.tree.is_chain and not setting.is_long
       count = num_draft_tokens * (setting.tree.depth if is_first else 1)
       # Each setting has its own seed, so that all can be tested together.
       scored.append(check.rounds(setting, count, seed + 1 + number))

@@ -7,7 +7,8 @@ of tokens by their position in a window, and products of the scores of two of th
 (`martingale`).
 
 The score against the draft is the most powerful one if some tokens are sampled from the draft's q
-in place of p, as with a wrong acceptance probability. Any other q would leave its mean at 0.
+in place of p, as with a wrong acceptance probability. Its mean is 0 for any q, such as the q before
+logits processors, which is used here.
 """
 
 import functools
@@ -92,7 +93,7 @@ def score_texts(
   prompts, parts, first, count, impossible = pair.prompt(texts), [], 0, 0, 0
   batch_size, limit = settings.batch_size, settings.max_new_tokens
   sampling, target = settings.sampling, pair.target
-  draft = pair.draft.build(sampling, chain(1), DraftOptions(processors))
+  draft = pair.draft.build(sampling, chain(1), DraftOptions())
   while count < num_tokens:
     prompt = prompts[np.arange(first, first + batch_size) % len(texts)]
     keys = row_keys(settings.seed, first, batch_size)
