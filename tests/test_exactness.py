@@ -15,13 +15,18 @@ from test_processors import FAULTS
 from test_t5 import sees_its_cousins
 from tiny import speculative_decode
 
+from specdec_jax import batching
+from specdec_jax import pair as pair_module
 from specdec_jax.commands.check import check_exactness
 from specdec_jax.core import decode, trees
+from specdec_jax.core import sampling as sampling_module
+from specdec_jax.core.arrays import gather_token
 from specdec_jax.core.generation_config import GenerationConfig
 from specdec_jax.core.loading import DecodeSettings
 from specdec_jax.core.sampling import Sampling, distribution, sample
 from specdec_jax.core.trees import DynamicTree, Tree, branching, chain
 from specdec_jax.core.types import DecodeResult, Proposal, Rounds, Verification, Verifier
+from specdec_jax.core.verify import blocks, tokens
 from specdec_jax.core.verify.blocks import BlockVerifier
 from specdec_jax.core.verify.lossy import TypicalVerifier
 from specdec_jax.core.verify.tokens import TokenVerifier
@@ -35,9 +40,11 @@ from specdec_jax.exactness.argmax import (
   node_moves,
   share_of,
 )
-from specdec_jax.exactness.martingale import detectable_shift
+from specdec_jax.exactness.checker import Checker, Setting, rounds_row, samples_row
+from specdec_jax.exactness.martingale import detectable_shift, within_rounds
 from specdec_jax.exactness.paths import plans_of, rounds_of_self_draft, shapes_of
 from specdec_jax.exactness.processed import target_probs
+from specdec_jax.exactness.slots import NUM_SLOTS
 from specdec_jax.exactness.texts import score_texts
 from specdec_jax.models.layers import RelativePositionBias
 from specdec_jax.models.simulated import SimulatedModel
@@ -356,6 +363,142 @@ def test_cache_faults_are_detected_in_samples():
   sampling = SAMPLINGS["temperature 1"]
   decode = with_target(neighbours_cache).decode_fn(sampling, chain(GAMMA))
   assert sampled(sampling=sampling, decode=decode).p_value < LEVEL
+
+
+# Faults of slots, of EOS in a block, and of joint distributions, at the checker's own settings.
+
+
+def of_setting(check, sampling, gamma=3, pair=None, **settings):
+  """Return the result of a check of one setting, with the settings of a default run."""
+  checker = Checker(pair or tiny_pair.pair(), SENTENCES, [chain(gamma)], 8, 64, 0, None)
+  checker.moved[chain(gamma)] = 0.0
+  batch_size = {"slots": NUM_SLOTS, "rounds": 32}.get(check, 8)
+  return getattr(checker, check)(Setting(sampling, chain(gamma), batch_size), **settings)
+
+
+@pytest.mark.parametrize("sampling", [GREEDY, Sampling()], ids=["argmax", "sampling"])
+def test_exact_slots_pass(sampling):
+  row = of_setting("slots", sampling, seed=0)
+  assert row.holds and row.found == "12 of 12"
+
+
+@pytest.mark.parametrize(
+  "field, sampling",
+  [
+    *[("rng", Sampling()), ("limit", GREEDY), ("target_cache", GREEDY), ("draft_state", GREEDY)],
+    ("prompt", GREEDY),  # which logits processors depend on
+  ],
+)
+def test_slot_that_keeps_a_field_of_the_previous_text_is_detected(field, sampling, monkeypatch):
+  exact = batching._exchange
+
+  def exchange(slots, slot, block, row):
+    new, used = exact(slots, slot, block, row)
+    kept = {field: getattr(slots.state, field)}
+    return new._replace(state=new.state._replace(**kept)), used
+
+  monkeypatch.setattr(batching, "_exchange", exchange)
+  monkeypatch.setattr(batching, "_run", jax.jit(lambda *args, **more: batching.run(*args, **more)))
+  assert not of_setting("slots", sampling, seed=0).holds
+
+
+@pytest.mark.parametrize(
+  "change",
+  [lambda x: jnp.roll(x, -1, axis=1), lambda x: x.astype(jnp.bfloat16)],
+  ids=["next node", "bfloat16"],
+)
+def test_wrong_log_probs_are_detected(change, monkeypatch):
+  class Wrong(decode.Decoder):
+    def _log_probs(self, before, after, *rest):
+      return super()._log_probs(change(before), change(after), *rest)
+
+  monkeypatch.setattr(pair_module, "Decoder", Wrong)
+  row = of_setting("slots", GREEDY, seed=0)
+  assert row.found == "12 of 12" and not row.holds
+
+
+@pytest.mark.parametrize("number", [1, -1])
+def test_number_of_tokens_off_by_one_at_an_eos_in_a_block_is_detected(number, monkeypatch):
+  class OffByOne(decode.Decoder):
+    def _cut(self, state, *args):
+      emitted, count, ends = super()._cut(state, *args)
+      last = jnp.take_along_axis(emitted, jnp.maximum(count - 1, 0)[:, None], axis=1)[:, 0]
+      is_inside = (last == self.eos_id) & (count > 1) & (count < emitted.shape[1])
+      return emitted, jnp.where(is_inside, count + number, count), ends
+
+  monkeypatch.setattr(pair_module, "Decoder", OffByOne)
+  row = of_setting("outputs", GREEDY)
+  assert not row.holds and "'(end)'" in "".join(row.lines)
+
+
+def test_block_accepted_by_the_uncapped_ratio_is_detected(monkeypatch):
+  """The released code of HSD (arXiv 2601.05724) accepts a whole block in this way."""
+  exact = blocks.acceptance_probs
+
+  def acceptance_probs(tree, draft_tokens, q, p):
+    ratio = gather_token(p[:, :-1], draft_tokens) / gather_token(q, draft_tokens)
+    whole = jnp.minimum(1, ratio.prod(axis=1))
+    return tuple(a.at[:, -1].set(whole) for a in exact(tree, draft_tokens, q, p))
+
+  def row(verifier):
+    pair = dataclasses.replace(tiny_pair.pair(), verifier=verifier)
+    scored = of_setting("samples", Sampling(), pair=pair, num_tokens=40_000, seed=1)
+    return samples_row([scored], "", LEVEL)
+
+  class Uncapped(BlockVerifier):
+    """A class of its own, so that its programs are its own."""
+
+    def verify(self, *args):
+      with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(blocks, "acceptance_probs", acceptance_probs)
+        return super().verify(*args)
+
+  assert row(BlockVerifier).holds
+  found = row(Uncapped)
+  assert not found.holds and "least p of 38 for draft" in found.details
+
+
+def test_uniform_shared_by_two_draft_tokens_is_detected():
+  """Token 7 is accepted with the uniform of token 1."""
+  exact = tokens.uniform_rows
+
+  class Shared(TokenVerifier):
+    def verify(self, *args):
+      with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(tokens, "uniform_rows", lambda *of: (u := exact(*of)).at[:, 6].set(u[:, 0]))
+        return super().verify(*args)
+
+  def lowest(verifier):
+    pair = dataclasses.replace(tiny_pair.pair(), verifier=verifier)
+    scored = of_setting("rounds", Sampling(), 7, pair, num_draft_tokens=28_000, seed=1)
+    drifts = {name: drift.p_value for name, drift in within_rounds(scored).items()}
+    return min(drifts, key=drifts.get), min(drifts.values())
+
+  assert lowest(TokenVerifier)[1] > 1e-4
+  name, p_value = lowest(Shared)
+  assert name == "acceptance of draft token 7 with that of 1" and p_value < LEVEL
+
+
+@pytest.mark.parametrize("module", [sampling_module, tokens], ids=["everywhere", "verifier"])
+def test_top_p_applied_twice_is_detected(module, monkeypatch):
+  sampling, exact = Sampling(top_p=0.9), sampling_module.filtered
+
+  def twice(probs, logits, sampling):
+    return exact(exact(probs, logits, sampling), logits, sampling)
+
+  def distribution_twice(logits, sampling):
+    with pytest.MonkeyPatch.context() as patch:
+      patch.setattr(sampling_module, "filtered", twice)
+      return distribution(logits, sampling)
+
+  if module is sampling_module:
+    monkeypatch.setattr(module, "filtered", twice)
+  else:
+    monkeypatch.setattr(module, "distribution", distribution_twice)
+  jax.clear_caches()
+  scored = of_setting("rounds", sampling, num_draft_tokens=12_000, seed=1)
+  jax.clear_caches()
+  assert not rounds_row(scored, Setting(sampling, chain(3), 32), LEVEL).holds
 
 
 # Ties.
