@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import math
 import re
 from collections.abc import Callable
 
@@ -506,7 +507,8 @@ def test_top_p_applied_twice_is_detected(module, monkeypatch):
 
 def test_difference_is_a_tie_if_rounding_can_swap_two_logits():
   near = Divergence(0, 3, autoregressive=5, speculative=6, gap=1.9e-6, rounding=1e-6)
-  assert near.is_tie and not near._replace(gap=2.1e-6).is_tie
+  assert near.is_tie and near._replace(gap=-1.9e-6).is_tie
+  assert not any(near._replace(gap=gap).is_tie for gap in (2.1e-6, -2.1e-6, -12.0, math.inf))
 
 
 def test_first_difference_is_located():

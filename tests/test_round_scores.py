@@ -23,7 +23,7 @@ from specdec_jax.core.verify.tokens import TokenVerifier
 from specdec_jax.drafts import model
 from specdec_jax.drafts.model import ModelDraft
 from specdec_jax.drafts.prompt_lookup import PromptLookupDraft
-from specdec_jax.exactness import round_scores
+from specdec_jax.exactness import martingale, round_scores
 from specdec_jax.exactness.martingale import (
   MIN_PROB,
   TOKEN_SCORES,
@@ -404,6 +404,22 @@ def simulated(rng, a: np.ndarray, bias: float) -> RoundScores:
   accepted = (rng.random(len(a)) < (1 + bias) * a).astype(float)
   none = Scores(*[nothing] * 5)
   return RoundScores(*[nothing] * 5, accepted, a, none, none)
+
+
+@pytest.mark.parametrize("first_accepted", [0.0, 1.0])
+def test_scores_of_two_acceptances_have_mean_0_and_are_at_most_1(first_accepted):
+  for first, second in itertools.product([1e-6, 0.1, 0.5, 0.8, 1.0], repeat=2):
+    probability, none, scores = np.array([first, second]), np.zeros(2), []
+    for accepted in (0.0, 1.0):
+      round_of_two = simulated(np.random.default_rng(0), probability, 0)._replace(
+        position=np.arange(2), accepted=np.array([first_accepted, accepted]), row=none, start=none
+      )
+      (drift,) = martingale._acceptance_of_pairs(round_of_two).values()
+      scores.append(drift.sum)
+    assert np.abs(scores).max() <= 1 + 1e-9
+    assert (1 - second) * scores[0] + second * scores[1] == pytest.approx(0, abs=1e-9)
+    variance = (1 - second) * scores[0] ** 2 + second * scores[1] ** 2
+    assert drift.variance == pytest.approx(variance, abs=1e-9)
 
 
 @pytest.mark.parametrize("n", [5, 300])
