@@ -47,28 +47,12 @@ def check_exactness(
 ) -> None:
   """Check whether a pair is exact in each setting; exit with status 1 if a check fails.
 
-  There are six checks, whose results are printed as a table. A shape is a chain or a tree of draft
-  tokens.
-
-  - Logits: for each shape, the logits of a verification pass are compared with the logits of target
-    forward passes over one token.
-  - Rounds: above temperature 0, draft tokens, their acceptance and the tokens that the target
-    samples are compared with their exact distributions, one by one and jointly. This check covers
-    chains and static trees with `TokenVerifier`. It has its own batch sizes.
-  - Outputs: at temperature 0, speculative and autoregressive outputs are compared token for token.
-    Where two outputs differ, the logits of the two tokens must agree up to rounding.
-  - The target as its own draft: at temperature 0, each round must accept a whole path of draft
-    tokens; 1% more rounds than the minimum are tolerated. In a tree, the path to each leaf is
-    checked.
-  - Slots: some texts are decoded with continuous batching, and compared with one text at a time.
-    The log-probabilities of their tokens are compared with those of one forward pass.
-  - Samples: above temperature 0, the tokens of outputs are compared with their exact distributions,
-    one by one and in pairs. This check covers all verifiers and trees.
-
-  The first shape (the first gamma, if there is one) is checked with all sampling methods, and in
-  slots. Other shapes are checked at temperature 0, and with the first sampling method above it. So
-  are batches smaller than the largest, but with the first shape only. At temperature 0, a quarter
-  of the texts are used for smaller batches and for the target as its own draft.
+  The results of the six checks (docs/exactness.md) are printed as a table. A shape is a chain or a
+  tree of draft tokens. The first shape (the first gamma, if there is one) is checked with all
+  sampling methods, and in slots. Other shapes are checked at temperature 0, and with the first
+  sampling method above it. So are batches smaller than the largest, but with the first shape only.
+  At temperature 0, a quarter of the texts are used for smaller batches and for the target as its
+  own draft.
 
   Args:
     gammas: gamma of each chain.
@@ -79,10 +63,9 @@ def check_exactness(
     num_draft_tokens: minimum number of draft tokens in the check of rounds, for each sampling
       method and shape. For the first method and a chain, it is multiplied by gamma.
     level: probability of a false alarm, for all statistical checks together.
-    trees: parents of the draft tokens of each tree, as in `trees.Tree`; by default TREE, if the
-      draft and the verifier support it.
-    dynamic: (nodes, depth) of each dynamic tree (`drafts.dynamic`); by default DYNAMIC_TREE, if the
-      draft and the verifier support it.
+    trees: parents of the draft tokens of each tree, as in `trees.Tree`; by default TREE.
+    dynamic: (nodes, depth) of each dynamic tree (`drafts.dynamic`); by default DYNAMIC_TREE. A
+      default is left out if draft or verifier do not support it.
     long_tokens: length of long outputs, which continue past EOS; 0 disables them. It is reduced if
       the target has too few positions. The last gamma (without gammas, the last shape) is checked
       with long outputs: outputs at temperature 0, and rounds with the first sampling method above.

@@ -17,7 +17,7 @@ from specdec_jax.core.arrays import gather
 from specdec_jax.core.context import Prefixes
 from specdec_jax.core.processors import Processors, process
 from specdec_jax.core.sampling import Sampling, distribution
-from specdec_jax.core.types import Model
+from specdec_jax.core.types import AnyArray, Model
 from specdec_jax.measure.alpha import teacher_forced_logits
 
 
@@ -26,7 +26,7 @@ def processed(
   model: Model,
   prompt: Int[Array, "B P"],
   tokens: Int[Array, "B T"],
-  limit: int | Int[Array, " B"],
+  limit: int | Int[AnyArray, " B"],
   logits: Float[Array, "B T V"],
 ) -> Float[Array, "B T V"]:
   """Return the logits that predict each token of actual or hypothetical outputs, processed.

@@ -38,15 +38,10 @@ FLOAT32 = 2e-5  # bound on the error of a log-softmax in float32
 
 
 class SlotsResult(NamedTuple):
-  """Comparison of the texts of slots with the same texts, decoded one at a time.
+  """Number and first difference of each text that differs from that of the text alone.
 
-  Attributes:
-    divergences: number of each text that differs, and its first difference.
-    num_rounds: total number of rounds in slots, and one at a time.
-    error: largest error of a log-probability in slots.
-    rounding: largest error that is attributed to rounding: twice the largest difference between
-      log-probabilities from one forward pass over an output and from passes over blocks or single
-      tokens, and FLOAT32.
+  Further, the total number of rounds in slots, and one at a time; the largest error of a
+  log-probability; and the largest error that is attributed to rounding.
   """
 
   divergences: list[tuple[int, Divergence]]
@@ -70,12 +65,14 @@ def compare_slots(
   """
   sampling, most = settings.sampling, settings.max_new_tokens
   decoder = pair.decoder(sampling, tree, processors=processors, logprobs=True)
-  texts = [_shortened(texts[i % len(texts)], i % 2) for i in range(NUM_TEXTS)]
+  texts = [texts[i % len(texts)] for i in range(NUM_TEXTS)]
+  texts = [text[: len(text) // 2 or 1] if i % 2 else text for i, text in enumerate(texts)]
   prompts, keys = pair.prompt(texts), row_keys(settings.seed, 0, NUM_TEXTS)
-  lengths = np.array([len(pair.encode(text)) for text in texts])
+  lengths = [len(pair.encode(text)) for text in texts]
   # Slots take the texts with the longest sources first. In this order, every second one ends early.
   limits = np.full(NUM_TEXTS, most, np.int32)
-  limits[np.argsort(-lengths, kind="stable")[1::2]] = 1 + np.arange(NUM_TEXTS // 2) % most
+  early = np.argsort(np.negative(lengths), kind="stable")[1::2]
+  limits[early] = 1 + np.arange(len(early)) % most
   in_slots = decode_texts(
     decoder,
     pair.params,
@@ -86,23 +83,18 @@ def compare_slots(
   )
   by_text = {i: one_row(result, row) for i, result, row in in_slots}
   ours = [by_text[i] for i in range(NUM_TEXTS)]
-  rows = [np.array([i]) for i in range(NUM_TEXTS)]
   alone = [
     decoder.run(pair.params, prompts[i], keys[i], max_new_tokens=most, limit=limits[i])
-    for i in rows
+    for i in np.arange(NUM_TEXTS)[:, None]
   ]
   tokens, expected = (np.concatenate([*map(tokens_of, results)]) for results in (ours, alone))
+  target = pair.target.model, pair.target.params, prompts
   divergences = first_divergences(
-    *(pair.target.model, pair.target.params, prompts, expected, tokens, tree.num_nodes),
-    *(rounding, processors, limits),
+    *(*target, expected, tokens, tree.num_nodes, rounding, processors, limits)
   )
 
   filled, is_text = jnp.maximum(tokens, 0), tokens != NO_TOKEN
-  plain = teacher_forced_logits(pair.target.model, pair.target.params, prompts, filled)
-  in_blocks = (
-    logits_in_blocks(pair.target.model, pair.target.params, prompts, filled, block)
-    for block in (1, tree.num_nodes)
-  )
+  in_blocks = (logits_in_blocks(*target, filled, block) for block in (1, tree.num_nodes))
 
   def log_probs(logits: Array) -> np.ndarray:
     after = processed(processors, pair.target.model, prompts, filled, limits, logits)
@@ -110,21 +102,12 @@ def compare_slots(
     exact = np.stack([special.log_softmax(np.asarray(x, float), axis=-1) for x in columns], -1)
     return np.take_along_axis(exact, np.asarray(filled)[..., None, None], axis=2)[is_text, 0]
 
-  expected_log_probs = log_probs(plain)
+  expected_log_probs = log_probs(plain := teacher_forced_logits(*target, filled))
   moved = max(float(np.abs(log_probs(x) - expected_log_probs).max()) for x in in_blocks)
   moved = min(moved, SHARES[pair.dtype] * float(np.ptp(plain)))
   errors = np.concatenate([result.log_probs for result in ours])[is_text] - expected_log_probs
   if dataclasses.replace(sampling, temperature=1.0) != Sampling():
     errors = errors[:, :1]  # the filters of the sampling method change the second column
   error = float(np.nan_to_num(np.abs(errors), nan=np.inf).max())
-  return SlotsResult(
-    [(d.row + 1, d) for d in divergences],
-    (num_rounds(ours), num_rounds(alone)),
-    error,
-    2 * moved + FLOAT32,
-  )
-
-
-def _shortened(text: str, is_short: int) -> str:
-  words = text.split(" ")
-  return " ".join(words[: len(words) // 2 or 1]) if is_short else text
+  by_number, rounds = [(d.row + 1, d) for d in divergences], (num_rounds(ours), num_rounds(alone))
+  return SlotsResult(by_number, rounds, error, 2 * moved + FLOAT32)

@@ -69,12 +69,6 @@ class TextScores(NamedTuple):
         ]
     return found
 
-  @property
-  def p_value(self) -> float:
-    """Bound on the probability of such drifts in exact outputs; 0 if an output was impossible."""
-    every = [drift.p_value for drifts in self.drifts().values() for drift in drifts]
-    return 0.0 if self.num_impossible else min(1.0, min(every) * len(every))
-
 
 def score_texts(
   pair: Pair,
@@ -102,14 +96,13 @@ def score_texts(
     p = target_probs(target.model, target.params, prompt, tokens, sampling, limit, processors)
     q = draft_probs(pair, draft, prompt, tokens)
     scores = jax.device_get((token_scores(p, tokens), _draft_scores(p, q, tokens)))
-    is_text = np.arange(limit) < result.lengths[:, None]
-    ends = (result.tokens == pair.vocabulary.eos_id) & is_text
-    is_last = np.arange(limit) == result.lengths[:, None] - 1
-    may_end = ends | (result.lengths[:, None] == limit)
-    is_wrong = is_text & ((np.asarray(gather_token(p, tokens)) <= 0) | (ends & ~is_last))
-    impossible += int((is_wrong | (is_last & ~may_end)).any(axis=1).sum())
     parts.append(jax.tree.map(functools.partial(_in_windows, result, window), scores))
-    first, count = first + batch_size, count + int(is_text.sum())
+    slots, lengths = np.arange(limit), result.lengths[:, None]
+    is_eos = result.tokens == pair.vocabulary.eos_id
+    is_wrong = (gather_token(p, tokens) <= 0) | (is_eos & (slots < lengths - 1))
+    is_wrong |= ~is_eos & (slots == lengths - 1) & (lengths < limit)
+    impossible += int((is_wrong & (slots < lengths)).any(axis=1).sum())
+    first, count = first + batch_size, count + int(lengths.sum())
   by_token, by_draft = jax.tree.map(lambda *x: np.concatenate(x).astype(float), *parts)
   of_kind = {
     kind: (getattr(by_token, score), getattr(by_token, variance), bound)
