@@ -383,16 +383,26 @@ def test_equally_probable_texts_come_in_the_order_of_t5x():
   assert_same(speculate(case, DRAFTS["twice as wide"](case)), result)
 
 
-def test_step_with_non_finite_logits_is_reported():
-  def broken(model, params, cache, tokens, tree, first):
-    logits, hidden, cache = model.extend(params, cache, tokens, tree, first)
-    late = jnp.where(tree.positions[..., None] >= 2, jnp.nan, 0)
-    return logits + late.at[1:].set(0), hidden, cache
+def late_nan(model, params, cache, tokens, tree, first):
+  """Return logits that are NaN from the third token of the first row on."""
+  logits, hidden, cache = model.extend(params, cache, tokens, tree, first)
+  late = jnp.where(tree.positions[..., None] >= 2, jnp.nan, 0)
+  return logits + late.at[1:].set(0), hidden, cache
 
-  case = dataclasses.replace(t5(), target=tiny.ChangedModel(t5().target, broken))
+
+def test_step_with_non_finite_logits_is_reported():
+  case = dataclasses.replace(t5(), target=tiny.ChangedModel(t5().target, late_nan))
   result = plain(case, 2)
   np.testing.assert_array_equal(result.not_finite, [2, -1, -1, -1, -1, -1])
   np.testing.assert_array_equal(np.asarray(result.tokens)[1:], plain(t5(), 2).tokens[1:])
+
+
+def test_row_that_has_ended_is_not_reported_later():
+  target = tiny.ChangedModel(t5().target, late_nan)
+  searcher = BeamSearcher(target, NullBeamDraft(), 2, eos_id=EOS)
+  limit = np.array([2] + [LIMIT] * 5)
+  result = searcher.run(Params(t5().params), t5().prompt, max_new_tokens=LIMIT, limit=limit)
+  assert result.num_rounds > 2 and (np.asarray(result.not_finite) == -1).all()
 
 
 def test_sharded_target_finds_the_same_texts():

@@ -79,18 +79,19 @@ def test_all_texts_of_a_program_are_those_of_a_batch(num_slots):
 
 @pytest.mark.slow
 def test_texts_in_any_order_are_those_of_a_batch():
-  """Encoders read fewer tokens of short sources. The slots are fewer than the rows of a window."""
+  """Encoders read fewer tokens of short sources. The slots are fewer than the rows of a window.
+
+  In the first order, each text has its own limit.
+  """
   compiled = batching._run._cache_size()
   for seed in range(3):
-    order = np.random.default_rng(seed).permutation(M)
+    rng = np.random.default_rng(seed)
+    order, limits = rng.permutation(M), np.full(M, LIMIT) if seed else rng.integers(1, LIMIT, M)
     found = decode_texts(
       decoder(records_log_probs=True),
       PARAMS,
       Texts(
-        PROMPTS[order].__getitem__,
-        [LENGTHS[text] for text in order],
-        KEYS[order],
-        np.full(M, LIMIT),
+        PROMPTS[order].__getitem__, [LENGTHS[text] for text in order], KEYS[order], limits[order]
       ),
       num_slots=3,
       max_new_tokens=LIMIT,
@@ -98,7 +99,12 @@ def test_texts_in_any_order_are_those_of_a_batch():
     )
     ended = []
     for index, result, row in found:
-      same_text(order[index], result, row)
+      text = order[index]
+      length = min(limits[text], batch().lengths[text])
+      assert result.lengths[row] == length
+      np.testing.assert_array_equal(result.tokens[row, :length], batch().tokens[text, :length])
+      if limits[text] == LIMIT:
+        same_text(text, result, row)
       ended.append(index)
     assert sorted(ended) == [*range(M)] != ended
   assert batching._run._cache_size() <= compiled + 1, "all blocks share one program"

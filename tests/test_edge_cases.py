@@ -14,9 +14,10 @@ from tiny import autoregressive_decode, speculative_decode
 from experiments.model_free_drafts.given_outputs import RecitingModel
 from specdec_jax.core import memory
 from specdec_jax.core.counts import require_finite
-from specdec_jax.core.decode import NullDraft
+from specdec_jax.core.decode import Decoder, NullDraft
 from specdec_jax.core.sampling import Sampling, split_keys
 from specdec_jax.core.trees import chain
+from specdec_jax.core.types import Params
 from specdec_jax.core.verify.tokens import TokenVerifier
 from specdec_jax.drafts.model import ModelDraft
 from specdec_jax.errors import InputError
@@ -164,6 +165,15 @@ def test_logits_that_are_not_finite_end_only_their_own_rows(speculation):
   with pytest.raises(InputError, match=message):
     require_finite(got)
   assert require_finite(good) is good
+
+
+def test_row_that_has_ended_is_not_reported_later():
+  """The logits of the first row are NaN only after its limit of two tokens."""
+  target = with_injected_logits(np.array([2, LIMIT]), np.array([np.nan, 0], np.float32))
+  decoder = Decoder(target, NullDraft(), TokenVerifier(GREEDY), eos_id=-1)
+  sources, limit = tiny.sources(CONFIG, 0, 2), np.array([2, 4])
+  got = decoder.run(Params(params()), sources, keys(2), max_new_tokens=LIMIT, limit=limit)
+  assert got.lengths.tolist() == [2, 4] and got.not_finite.tolist() == [-1, -1]
 
 
 # Settings that no device can hold.

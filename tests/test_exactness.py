@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import math
 import re
 from collections.abc import Callable
 
@@ -15,17 +16,23 @@ from test_processors import FAULTS
 from test_t5 import sees_its_cousins
 from tiny import speculative_decode
 
+from specdec_jax import batching
+from specdec_jax import pair as pair_module
 from specdec_jax.commands.check import check_exactness
 from specdec_jax.core import decode, trees
+from specdec_jax.core import sampling as sampling_module
+from specdec_jax.core.arrays import gather_token
 from specdec_jax.core.generation_config import GenerationConfig
 from specdec_jax.core.loading import DecodeSettings
 from specdec_jax.core.sampling import Sampling, distribution, sample
 from specdec_jax.core.trees import DynamicTree, Tree, branching, chain
-from specdec_jax.core.types import Proposal, Verification, Verifier
+from specdec_jax.core.types import DecodeResult, Proposal, Rounds, Verification, Verifier
+from specdec_jax.core.verify import blocks, tokens
 from specdec_jax.core.verify.blocks import BlockVerifier
 from specdec_jax.core.verify.lossy import TypicalVerifier
 from specdec_jax.core.verify.tokens import TokenVerifier
 from specdec_jax.errors import InputError
+from specdec_jax.exactness import texts
 from specdec_jax.exactness.argmax import (
   Divergence,
   Rounding,
@@ -34,15 +41,12 @@ from specdec_jax.exactness.argmax import (
   node_moves,
   share_of,
 )
-from specdec_jax.exactness.checker import Checker
+from specdec_jax.exactness.checker import Checker, Setting, rounds_row, samples_row
+from specdec_jax.exactness.martingale import detectable_shift, within_rounds
 from specdec_jax.exactness.paths import plans_of, rounds_of_self_draft, shapes_of
-from specdec_jax.exactness.samples import (
-  Comparison,
-  cells_of,
-  compare,
-  compare_samples,
-  cut_into_cells,
-)
+from specdec_jax.exactness.processed import target_probs
+from specdec_jax.exactness.slots import NUM_SLOTS
+from specdec_jax.exactness.texts import score_texts
 from specdec_jax.load import load_pair
 from specdec_jax.models.layers import RelativePositionBias
 from specdec_jax.models.simulated import SimulatedModel
@@ -63,16 +67,14 @@ TREE = Tree((0, 0, 1, 2, 2, 5))
 LEVEL = 1e-6  # significance level of each comparison: a correct program fails it this often
 
 
-@functools.cache
-def cells(sampling):
-  return cells_of(tiny_pair.pair(), TEXTS, sampling, samples_per_text=400, num_tokens=4)
-
-
 def sampled(sampling, decode):
-  """Return 400 outputs of each text, and the exact joint distribution of their first tokens."""
-  return compare_samples(
-    tiny_pair.pair(), TEXTS, decode, DecodeSettings(sampling, 4, 4), 400, cells(sampling)
-  )
+  """Return the scores of the tokens of about 1,600 outputs."""
+  settings = DecodeSettings(sampling, batch_size=32, max_new_tokens=4)
+  return score_texts(tiny_pair.pair(), TEXTS, decode, settings, num_tokens=6000)
+
+
+def holds(found):
+  return samples_row([found], "", LEVEL).holds
 
 
 argmax = functools.partial(
@@ -88,12 +90,11 @@ argmax = functools.partial(
 
 
 def test_exact_samples_pass():
-  # 1,600 outputs detect a total variation of 0.15 with a probability of 0.9.
   sampling = SAMPLINGS["temperature 0.6"]
-  joint = sampled(sampling=sampling, decode=tiny_pair.pair().decode_fn(sampling, chain(GAMMA)))
-  assert joint.p_value > LEVEL and joint.num_impossible == 0
-  assert joint.num_samples == 1600 and joint.num_cells > 40
-  assert joint.detectable(LEVEL) < 0.15
+  found = sampled(sampling=sampling, decode=tiny_pair.pair().decode_fn(sampling, chain(GAMMA)))
+  assert holds(found) and found.num_impossible == 0
+  (of_draft,) = found.drifts()["draft"]
+  assert found.num_tokens >= 6000 and detectable_shift(of_draft, LEVEL) < 0.3
 
 
 def test_exact_argmax_passes():
@@ -235,7 +236,7 @@ def test_verification_faults_are_detected(fault):
   params = pair.target.params, (pair.draft.params, [*JUDGES].index(fault))
   decode = functools.partial(of_any_judge(sampling), *params)
   joint = sampled(sampling=sampling, decode=decode)
-  assert (joint.p_value > LEVEL) == (fault == "none"), (fault, joint)
+  assert holds(joint) == (fault == "none"), (fault, joint)
 
 
 def test_dropped_bonus_token_is_detected():
@@ -265,7 +266,7 @@ def test_random_numbers_shared_by_draft_and_verifier_are_detected():
   draft = Leaving(pair.draft.build(sampling, chain(1)), None)
   models = pair.target.model, draft, pair.target.params, pair.draft.params
   decode = functools.partial(speculative_decode, *models, verifier=JudgedBy(sampling, judge))
-  assert sampled(sampling=sampling, decode=decode).p_value < LEVEL
+  assert not holds(sampled(sampling=sampling, decode=decode))
 
 
 def test_q_recomputed_without_temperature_is_detected():
@@ -275,7 +276,7 @@ def test_q_recomputed_without_temperature_is_detected():
     return forgetful(proposal, 0.6)
 
   decode = with_rule(TokenVerifier(sampling), forget)
-  assert sampled(sampling=sampling, decode=decode).p_value < LEVEL
+  assert not holds(sampled(sampling=sampling, decode=decode))
 
 
 def forgetful(proposal, temperature):
@@ -295,7 +296,7 @@ def test_top_k_on_one_side_only_is_detected():
   plainly = TokenVerifier(Sampling(sampling.temperature))
   decode = functools.partial(speculative_decode, *models, verifier=plainly)
   joint = sampled(sampling=sampling, decode=decode)
-  assert joint.num_impossible > 0 and joint.p_value == 0
+  assert joint.num_impossible > 0 and not holds(joint)
 
 
 def off_by_one(model, params, cache, *block):
@@ -367,7 +368,143 @@ def test_cache_faults_are_detected_at_temperature_0(fault):
 def test_cache_faults_are_detected_in_samples():
   sampling = SAMPLINGS["temperature 1"]
   decode = with_target(neighbours_cache).decode_fn(sampling, chain(GAMMA))
-  assert sampled(sampling=sampling, decode=decode).p_value < LEVEL
+  assert not holds(sampled(sampling=sampling, decode=decode))
+
+
+# Faults of slots, of EOS in a block, and of joint distributions, at the checker's own settings.
+
+
+def of_setting(check, sampling, gamma=3, pair=None, **settings):
+  """Return the result of a check of one setting, with the settings of a default run."""
+  checker = Checker(pair or tiny_pair.pair(), SENTENCES, [chain(gamma)], 8, 64, 0, None)
+  checker.moved[chain(gamma)] = 0.0
+  batch_size = {"slots": NUM_SLOTS, "rounds": 32}.get(check, 8)
+  return getattr(checker, check)(Setting(sampling, chain(gamma), batch_size), **settings)
+
+
+@pytest.mark.parametrize("sampling", [GREEDY, Sampling()], ids=["argmax", "sampling"])
+def test_exact_slots_pass(sampling):
+  row = of_setting("slots", sampling, seed=0)
+  assert row.holds and row.found == "12 of 12"
+
+
+@pytest.mark.parametrize(
+  "field, sampling",
+  [
+    *[("rng", Sampling()), ("limit", GREEDY), ("target_cache", GREEDY), ("draft_state", GREEDY)],
+    ("prompt", GREEDY),  # which logits processors depend on
+  ],
+)
+def test_slot_that_keeps_a_field_of_the_previous_text_is_detected(field, sampling, monkeypatch):
+  exact = batching._exchange
+
+  def exchange(slots, slot, block, row):
+    new, used = exact(slots, slot, block, row)
+    kept = {field: getattr(slots.state, field)}
+    return new._replace(state=new.state._replace(**kept)), used
+
+  monkeypatch.setattr(batching, "_exchange", exchange)
+  monkeypatch.setattr(batching, "_run", jax.jit(lambda *args, **more: batching.run(*args, **more)))
+  assert not of_setting("slots", sampling, seed=0).holds
+
+
+@pytest.mark.parametrize(
+  "change",
+  [lambda x: jnp.roll(x, -1, axis=1), lambda x: x.astype(jnp.bfloat16)],
+  ids=["next node", "bfloat16"],
+)
+def test_wrong_log_probs_are_detected(change, monkeypatch):
+  class Wrong(decode.Decoder):
+    def _log_probs(self, before, after, *rest):
+      return super()._log_probs(change(before), change(after), *rest)
+
+  monkeypatch.setattr(pair_module, "Decoder", Wrong)
+  row = of_setting("slots", GREEDY, seed=0)
+  assert row.found == "12 of 12" and not row.holds
+
+
+@pytest.mark.parametrize("number", [1, -1])
+def test_number_of_tokens_off_by_one_at_an_eos_in_a_block_is_detected(number, monkeypatch):
+  class OffByOne(decode.Decoder):
+    def _cut(self, state, *args):
+      emitted, count, ends = super()._cut(state, *args)
+      last = jnp.take_along_axis(emitted, jnp.maximum(count - 1, 0)[:, None], axis=1)[:, 0]
+      is_inside = (last == self.eos_id) & (count > 1) & (count < emitted.shape[1])
+      return emitted, jnp.where(is_inside, count + number, count), ends
+
+  monkeypatch.setattr(pair_module, "Decoder", OffByOne)
+  row = of_setting("outputs", GREEDY)
+  assert not row.holds and "'(end)'" in "".join(row.lines)
+
+
+def test_block_accepted_by_the_uncapped_ratio_is_detected(monkeypatch):
+  """The released code of HSD (arXiv 2601.05724) accepts a whole block in this way."""
+  exact = blocks.acceptance_probs
+
+  def acceptance_probs(tree, draft_tokens, q, p):
+    ratio = gather_token(p[:, :-1], draft_tokens) / gather_token(q, draft_tokens)
+    whole = jnp.minimum(1, ratio.prod(axis=1))
+    return tuple(a.at[:, -1].set(whole) for a in exact(tree, draft_tokens, q, p))
+
+  def row(verifier):
+    pair = dataclasses.replace(tiny_pair.pair(), verifier=verifier)
+    scored = of_setting("samples", Sampling(), pair=pair, num_tokens=40_000, seed=1)
+    return samples_row([scored], "", LEVEL)
+
+  class Uncapped(BlockVerifier):
+    """A class of its own, so that its programs are its own."""
+
+    def verify(self, *args):
+      with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(blocks, "acceptance_probs", acceptance_probs)
+        return super().verify(*args)
+
+  assert row(BlockVerifier).holds
+  found = row(Uncapped)
+  assert not found.holds and "least p of 38 for draft" in found.details
+
+
+def test_uniform_shared_by_two_draft_tokens_is_detected():
+  """Token 7 is accepted with the uniform of token 1."""
+  exact = tokens.uniform_rows
+
+  class Shared(TokenVerifier):
+    def verify(self, *args):
+      with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(tokens, "uniform_rows", lambda *of: (u := exact(*of)).at[:, 6].set(u[:, 0]))
+        return super().verify(*args)
+
+  def lowest(verifier):
+    pair = dataclasses.replace(tiny_pair.pair(), verifier=verifier)
+    scored = of_setting("rounds", Sampling(), 7, pair, num_draft_tokens=28_000, seed=1)
+    drifts = {name: drift.p_value for name, drift in within_rounds(scored).items()}
+    return min(drifts, key=drifts.get), min(drifts.values())
+
+  assert lowest(TokenVerifier)[1] > 1e-4
+  name, p_value = lowest(Shared)
+  assert name == "acceptance of draft token 7 with that of 1" and p_value < LEVEL
+
+
+@pytest.mark.parametrize("module", [sampling_module, tokens], ids=["everywhere", "verifier"])
+def test_top_p_applied_twice_is_detected(module, monkeypatch):
+  sampling, exact = Sampling(top_p=0.9), sampling_module.filtered
+
+  def twice(probs, logits, sampling):
+    return exact(exact(probs, logits, sampling), logits, sampling)
+
+  def distribution_twice(logits, sampling):
+    with pytest.MonkeyPatch.context() as patch:
+      patch.setattr(sampling_module, "filtered", twice)
+      return distribution(logits, sampling)
+
+  if module is sampling_module:
+    monkeypatch.setattr(module, "filtered", twice)
+  else:
+    monkeypatch.setattr(module, "distribution", distribution_twice)
+  jax.clear_caches()
+  scored = of_setting("rounds", sampling, num_draft_tokens=12_000, seed=1)
+  jax.clear_caches()
+  assert not rounds_row(scored, Setting(sampling, chain(3), 32), LEVEL).holds
 
 
 # Ties.
@@ -375,7 +512,8 @@ def test_cache_faults_are_detected_in_samples():
 
 def test_difference_is_a_tie_if_rounding_can_swap_two_logits():
   near = Divergence(0, 3, autoregressive=5, speculative=6, gap=1.9e-6, rounding=1e-6)
-  assert near.is_tie and not near._replace(gap=2.1e-6).is_tie
+  assert near.is_tie and near._replace(gap=-1.9e-6).is_tie
+  assert not any(near._replace(gap=gap).is_tie for gap in (2.1e-6, -2.1e-6, -12.0, math.inf))
 
 
 def test_first_difference_is_located():
@@ -465,39 +603,60 @@ def test_dynamic_tree_is_checked_in_several_shapes_on_every_path():
     assert len({*siblings}) == len(siblings)  # the children of a node are different tokens
 
 
-# Cells of the chi-squared test.
+# Tokens of outputs.
 
 
-def test_cells_cover_all_probability():
+def test_windows_begin_where_rounds_begin():
+  """Tokens are numbered from 0; rounds begin at tokens 0, 1, 4 and 6, and the text has 7 tokens."""
+  result = DecodeResult(
+    *(np.zeros((1, 9)), np.array([7]), rounds_of(1, 3, 2, 1), 4, np.array([-1])),
+  )
+  found = texts._in_windows(result, 3, np.arange(9)[None] + 1)
+  assert found.tolist() == [[1, 2, 3], [5, 6, 7]]
+  assert texts._in_windows(result, 4, np.arange(9)[None] + 1).tolist() == [
+    [1, 2, 3, 4],
+    [5, 6, 7, 0],
+  ]
+
+
+def rounds_of(*num_emitted):
+  none = np.zeros(len(num_emitted))
+  return Rounds(none, none, none, np.array(num_emitted)[:, None])
+
+
+def test_scores_against_the_draft_have_mean_0_and_the_stated_variance():
   rng = np.random.default_rng(0)
-  tables = {}
-
-  def next_probs(prefixes):
-    return np.stack([tables.setdefault(p, rng.dirichlet(np.full(6, 0.5))) for p in prefixes])
-
-  cells = cut_into_cells(next_probs, num_samples=1000, num_tokens=3, eos_id=1)
-  assert sum(cells.values()) == pytest.approx(1)
-  assert any(len(prefix) == 3 for prefix in cells)
-  for prefix in cells:
-    assert 1 not in prefix[:-1] and len(prefix) <= 3
-    p = np.prod([tables[prefix[:i]][token] for i, token in enumerate(prefix)])
-    children = sum(tables[prefix][t] for t in range(6) if (*prefix, t) in cells)
-    whole = 1 if len(prefix) == 3 or prefix[-1:] == (1,) else 1 - children
-    assert cells[prefix] == pytest.approx(p * whole, abs=1e-12)
-    assert p * 1000 >= 5 - 1e-9
+  p, q = rng.dirichlet(np.full(7, 0.5), (2, 5))
+  p, q = (np.broadcast_to(x[:, None], (5, 7, 7)) for x in (p, q))  # [rows, tokens, V]
+  every = np.broadcast_to(np.arange(7), (5, 7))
+  score, variance = map(np.asarray, texts._draft_scores(p, q, every))
+  np.testing.assert_allclose((p[:, 0] * score).sum(axis=1), 0, atol=1e-6)
+  np.testing.assert_allclose((p[:, 0] * score**2).sum(axis=1), variance[:, 0], atol=1e-6)
+  assert np.abs(score).max() <= texts.MAX_RATIO
+  np.testing.assert_array_equal(np.argsort(score[0]), np.argsort(np.minimum(q / p, 2)[0, 0]))
 
 
-def test_texts_are_counted_in_their_longest_prefix_and_small_cells_are_merged():
-  cells = {(): 0.2, (3,): 0.3, (3, 4): 0.1, (5,): 0.4}
-  texts = [(3, 4)] * 10 + [(3, 9)] * 30 + [(5, 3)] * 40 + [(7, 7)] * 20
-  exact = compare(cells, texts)
-  assert exact == Comparison(0.0, 3, 100, 4, 0) and exact.p_value == 1
-  assert compare(cells, texts[10:] + [(7, 7)] * 10).statistic == pytest.approx(10 + 100 / 20)
-  cells = {(): 0.01, (3,): 0.02, (4,): 0.03, (5,): 0.94}
-  assert compare(cells, [(5,)] * 94 + [(4,)] * 6) == Comparison(0.0, 1, 100, 2, 0)
-  # They are too small alone, so the next larger cell is merged with them.
-  assert compare({(): 0.01, (3,): 0.99}, [(3,)] * 100).degrees == 0
-  assert Comparison(0.0, 3, 100, 4, 1).p_value == 0  # an impossible text is a fault
+@pytest.mark.parametrize("settings", [{}, {"top_k": 5}, {"top_p": 0.6}, {"top_k": 9, "top_p": 0.9}])
+def test_distributions_of_the_checker_are_those_of_sampling(settings):
+  sampling = Sampling(temperature=0.7, **settings)
+  logits = np.random.default_rng(0).normal(0, 3, (4, 6, 30)).astype(np.float32)
+  model = Fixed()
+  found = target_probs(model, logits, logits[..., 0], np.zeros((4, 6), int), sampling, 6, ())
+  np.testing.assert_allclose(found, tiny.adjusted(logits, 0.7, **settings), atol=1e-6)
+
+
+@dataclasses.dataclass(frozen=True)
+class Fixed:
+  """Model whose logits are its parameters."""
+
+  def prompt_tokens(self, prompt):
+    return jnp.zeros((len(prompt), 1), jnp.int32), jnp.ones(len(prompt), jnp.int32)
+
+  def prefill(self, params, prompt, num_slots):
+    return None, None
+
+  def extend(self, params, cache, tokens):
+    return params, None, cache
 
 
 # The command.
@@ -510,9 +669,10 @@ def check(**changes):
     gammas=[GAMMA],
     batch_sizes=[4],
     max_new_tokens=12,
-    num_texts=4,
-    samples_per_text=100,
-    num_draft_tokens=100,
+    num_tokens=400,
+    num_draft_tokens=200,
+    trees=(),
+    dynamic=(),
     long_tokens=0,
   )
   check_exactness(changes.pop("pair", tiny_pair.pair()), **{**settings, **changes})
@@ -543,8 +703,8 @@ def test_long_texts_of_the_check_use_all_positions():
 def test_correct_pair_passes(capsys):
   check(long_tokens=40)
   rows, notes = report(capsys)
-  assert [row[0] for row in rows] == ["ok"] * 12
-  assert notes == ["12 of 12 checks hold, in float32 on cpu."]
+  assert [row[0] for row in rows] == ["ok"] * 15
+  assert notes == ["15 of 15 checks hold, in float32 on cpu."]
   setting = "temperature 1 top-k 10, gamma 2"
   assert [row[1:3] for row in rows] == [
     ["logits", "gamma 2"],
@@ -562,24 +722,29 @@ def test_correct_pair_passes(capsys):
     ),
     ["outputs", "temperature 0, gamma 2, batch 4"],
     ["outputs", "temperature 0, gamma 2, long texts, batch 4"],
+    ["slots", "temperature 0, gamma 2, batch 3"],
+    ["slots", f"{setting}, batch 3"],
     ["samples", f"{setting}, batch 4"],
     ["samples", "temperature 1 top-k 10, autoregressive, batch 4"],
+    ["samples", "all settings"],
   ]
   found = {check: row for _, check, *row in rows}
   assert "detects a bias of" in found["acceptance"][-1]
   assert "detects a temperature wrong by" in found["next tokens"][-1]
   assert found["independence between rounds"][-1].startswith("119 correlations")
+  assert found["slots"][1] == "12 of 12" and "log-probabilities off by" in found["slots"][-1]
   assert found["outputs"][1] == "4 of 4" and "40 tokens each" in found["outputs"][-1]
-  assert "400 outputs, first 4 tokens in" in found["samples"][-1]
+  assert "of tokens from the draft's distribution" in found["samples"][-1]
   assert float(found["samples"][1].removeprefix("p = ")) > 1e-3
 
 
 def test_trees_are_checked_and_a_verifier_without_scored_rounds_is_named(capsys):
   pair = dataclasses.replace(tiny_pair.pair(), verifier=BlockVerifier)
-  check(pair=pair, gammas=(), trees=[(0, 0, 1)], num_texts=1)
+  check(pair=pair, gammas=(), trees=[(0, 0, 1)])
   rows, notes = report(capsys)
-  assert [row[:2] for row in rows] == [["ok", c] for c in ("logits", "outputs", *["samples"] * 2)]
-  assert rows[2][2] == "temperature 1 top-k 10, tree (0, 0, 1), batch 4"
+  checks = "logits", "outputs", *["slots"] * 2, *["samples"] * 3
+  assert [row[:2] for row in rows] == [["ok", check] for check in checks]
+  assert rows[4][2] == "temperature 1 top-k 10, tree (0, 0, 1), batch 4"
   assert "on each of the tree's paths" in rows[1][-1]
   assert notes[0] == "For BlockVerifier, outputs were checked, but not rounds."
 
@@ -589,7 +754,7 @@ def test_dynamic_trees_are_checked_without_their_rounds(capsys):
   rows, notes = report(capsys)
   assert rows[1][:4] == ["ok", "outputs", "temperature 0, dynamic tree 5/2, batch 4", "4 of 4"]
   assert "with the target as draft on each of the tree's paths in turn" in rows[1][-1]
-  assert len(rows) == 4 and {row[0] for row in rows} == {"ok"}
+  assert len(rows) == 7 and {row[0] for row in rows} == {"ok"}
   assert notes[0] == "For dynamic trees, outputs were checked, but not rounds."
 
 
@@ -606,7 +771,7 @@ def test_fault_is_printed_and_exits_with_status_1(capsys):
   assert ended.value.code == 1
   row = next(row for row in report(capsys)[0] if row[1] == "samples")
   assert row[:4] == ["FAIL", "samples", "temperature 1 top-k 10, gamma 2, batch 4", "p = 0"]
-  assert "of them impossible" in row[-1]
+  assert "outputs impossible" in row[-1]
 
 
 def test_correct_pair_with_processors_passes(capsys):
@@ -616,7 +781,7 @@ def test_correct_pair_with_processors_passes(capsys):
   check(samplings=[Sampling()], gammas=(), trees=[(0, 0, 1)], generation=generation)
   said = capsys.readouterr().out
   assert "Logits processors: RepetitionPenalty, NoRepeatNgram, MinLength, ForcedTokens." in said
-  assert "FAIL" not in said and said.count("\nok  ") == 9
+  assert "FAIL" not in said and said.count("\nok  ") == 11
 
 
 @pytest.mark.parametrize("fault, temperature", [(FAULTS[0], 1.0), (FAULTS[1], 0.0)])
@@ -633,15 +798,6 @@ def test_wrong_text_of_processors_is_a_fault(fault, temperature, monkeypatch, ca
   assert ended.value.code == 1 and "FAIL" in capsys.readouterr().out
 
 
-def test_samples_that_are_too_few_to_count_are_not_checked(capsys):
-  """Only the remaining checks decide, as for random weights, whose prefixes are all improbable."""
-  check(samplings=[Sampling(top_k=10)], samples_per_text=1)
-  rows, _ = report(capsys)
-  samples = [row for row in rows if row[1] == "samples"]
-  assert {row[0] for row in samples} == {"--"} and samples[0][3] == "not checked"
-  assert {row[0] for row in rows} == {"ok", "--"}
-
-
 @pytest.mark.parametrize(
   "changes, words",
   [
@@ -655,7 +811,7 @@ def test_samples_that_are_too_few_to_count_are_not_checked(capsys):
       "TypicalVerifier is lossy",
     ),
     ({"level": 0.0}, "level is 0.0"),
-    ({"samples_per_text": 0}, "samples_per_text is 0"),
+    ({"num_tokens": 0}, "num_tokens is 0"),
     ({"batch_sizes": [0]}, "batch_size is 0"),
     ({"num_draft_tokens": 0}, "num_draft_tokens is 0"),
     ({"long_tokens": -1}, "long_tokens is -1"),

@@ -51,9 +51,10 @@ def check(pair, samplings, batch_sizes):
   check_exactness(
     *(pair, TEXTS, samplings, [GAMMA], batch_sizes),
     max_new_tokens=LIMIT,
-    num_texts=4,
-    samples_per_text=60,
+    num_tokens=400,
     num_draft_tokens=75,
+    trees=(),
+    dynamic=(),
     long_tokens=0,
   )
 

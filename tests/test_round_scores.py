@@ -23,7 +23,7 @@ from specdec_jax.core.verify.tokens import TokenVerifier
 from specdec_jax.drafts import model
 from specdec_jax.drafts.model import ModelDraft
 from specdec_jax.drafts.prompt_lookup import PromptLookupDraft
-from specdec_jax.exactness import round_scores
+from specdec_jax.exactness import martingale, round_scores
 from specdec_jax.exactness.martingale import (
   MIN_PROB,
   TOKEN_SCORES,
@@ -389,7 +389,7 @@ def test_scores_have_mean_0_and_the_stated_variance():
   law = rng.dirichlet(np.full(7, 1.0), size=5), rng.dirichlet(np.full(7, 0.1), size=5)
   law = np.concatenate([*law, np.zeros((1, 7))])  # the last one: nothing is sampled
   every = np.broadcast_to(np.arange(7), law.shape)
-  score = jax.jit(jax.vmap(round_scores._token_scores, in_axes=(None, 1), out_axes=1))
+  score = jax.jit(jax.vmap(round_scores.token_scores, in_axes=(None, 1), out_axes=1))
   scores = Scores(*map(np.asarray, score(3 * law, every)))  # weights of any scale
   variances = scores.spread, scores.spread, scores.log_variance
   for values, variance in zip((scores.rank, scores.place, scores.log), variances):
@@ -404,6 +404,22 @@ def simulated(rng, a: np.ndarray, bias: float) -> RoundScores:
   accepted = (rng.random(len(a)) < (1 + bias) * a).astype(float)
   none = Scores(*[nothing] * 5)
   return RoundScores(*[nothing] * 5, accepted, a, none, none)
+
+
+@pytest.mark.parametrize("first_accepted", [0.0, 1.0])
+def test_scores_of_two_acceptances_have_mean_0_and_are_at_most_1(first_accepted):
+  for first, second in itertools.product([1e-6, 0.1, 0.5, 0.8, 1.0], repeat=2):
+    probability, none, scores = np.array([first, second]), np.zeros(2), []
+    for accepted in (0.0, 1.0):
+      round_of_two = simulated(np.random.default_rng(0), probability, 0)._replace(
+        position=np.arange(2), accepted=np.array([first_accepted, accepted]), row=none, start=none
+      )
+      (drift,) = martingale._acceptance_of_pairs(round_of_two).values()
+      scores.append(drift.sum)
+    assert np.abs(scores).max() <= 1 + 1e-9
+    assert (1 - second) * scores[0] + second * scores[1] == pytest.approx(0, abs=1e-9)
+    variance = (1 - second) * scores[0] ** 2 + second * scores[1] ** 2
+    assert drift.variance == pytest.approx(variance, abs=1e-9)
 
 
 @pytest.mark.parametrize("n", [5, 300])
@@ -430,7 +446,7 @@ def test_stated_detectable_temperature_is_detected_9_times_in_10():
   rng = np.random.default_rng(0)
   law = rng.dirichlet(np.full(30, 0.3))
   scores = Scores(
-    *(np.asarray(x) for x in round_scores._token_scores(jnp.tile(law, (30, 1)), np.arange(30)))
+    *(np.asarray(x) for x in round_scores.token_scores(jnp.tile(law, (30, 1)), np.arange(30)))
   )
   variance = 20_000 * float(scores.log_variance[0])
   every = Scores(*(np.repeat(x[:1], 20_000) for x in scores))

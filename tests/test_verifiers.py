@@ -544,6 +544,23 @@ def test_tokens_that_lossy_verifiers_accept():
   assert lossy.TypicalVerifier(Sampling(), delta=2.0).acceptable(flat).all()
 
 
+@pytest.mark.parametrize(
+  "parents, accepted, expected",  # the length, the end and the nodes of the path
+  [
+    ((0, 1, 2), [1, 1, 0], (2, 2, None)),
+    ((0, 1, 2), [0, 1, 1], (0, 0, None)),
+    ((0, 0, 1, 1, 2), [1, 1, 0, 1, 1], (2, 4, [1, 4])),  # of siblings 1 and 2, the first
+    ((0, 0, 1, 1, 2), [0, 1, 1, 1, 1], (2, 5, [2, 5])),  # children of a rejected token do not count
+    ((0, 0, 1, 1, 2), [1, 1, 0, 0, 1], (1, 1, [1, 0])),  # nor do those of a later sibling
+    ((0, 0, 1, 1, 2), [0, 0, 1, 1, 1], (0, 0, [0, 0])),
+  ],
+)
+def test_path_of_accepted_draft_tokens(parents, accepted, expected):
+  found = tokens.accepted_path(Tree(parents), jnp.array([accepted], bool))
+  n, end, path = (None if x is None else x[0].tolist() for x in found)
+  assert (n, end, path) == expected
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", LOSSY)
 def test_longest_accepted_path_is_selected(name):

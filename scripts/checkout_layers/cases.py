@@ -140,7 +140,7 @@ def commands(layer, files, work):
   fit += ["--gin.train.fit_vocabulary.sources=['train.en.gz']"]
   check = ["--samplings=[@argmax/sampling.Sampling(), @top_k/sampling.Sampling()]"]
   check += ["--gammas=(3,)", "--max_new_tokens=16", "--trees=((0, 0, 1),)", "--batch_sizes=(4,)"]
-  for setting in ("samples_per_text=8", "num_guesses=200", "long_tokens=24"):
+  for setting in ("num_tokens=400", "num_guesses=200", "long_tokens=24"):
     check.append(f"--gin.check_exactness.check_exactness.{setting}")
   runs = {
     "translate, greedy": [*short, "--gamma=3", out],

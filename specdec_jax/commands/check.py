@@ -1,19 +1,32 @@
 """Check whether the outputs of a pair have the target's distribution, in any settings."""
 
+import functools
 from collections.abc import Sequence
 
 import jax
 from rich.console import Console
 
 from specdec_jax.core.generation_config import GenerationConfig
-from specdec_jax.core.sampling import Sampling
+from specdec_jax.core.sampling import Sampling, row_keys
 from specdec_jax.core.trees import AnyTree, DynamicTree, Tree, chain
 from specdec_jax.core.verify.tokens import TokenVerifier
 from specdec_jax.errors import InputError, require_count, require_seed
-from specdec_jax.exactness.checker import Checker, Row, Setting, pooled_rows, rounds_row
+from specdec_jax.exactness.checker import (
+  Checker,
+  Row,
+  Setting,
+  pooled_rows,
+  rounds_row,
+  samples_row,
+)
 from specdec_jax.exactness.martingale import RoundScores
+from specdec_jax.exactness.slots import NUM_SLOTS
+from specdec_jax.exactness.texts import TextScores
 from specdec_jax.measure.progress import Progress
 from specdec_jax.pair import Pair
+
+TREE = Tree((0, 0, 0, 1, 1, 2, 4))
+DYNAMIC_TREE = DynamicTree(num_draft_tokens=7, depth=3)
 
 
 def check_exactness(
@@ -23,55 +36,39 @@ def check_exactness(
   gammas: Sequence[int] = (3, 7),
   batch_sizes: Sequence[int] = (8, 1),
   max_new_tokens: int = 64,
-  num_texts: int = 8,
-  samples_per_text: int = 60,
-  num_tokens: int = 4,
+  num_tokens: int = 4_000,
   num_draft_tokens: int = 4_000,
   level: float = 1e-3,
   seed: int = 0,
-  trees: Sequence[Sequence[int]] = (),
-  dynamic: Sequence[tuple[int, int]] = (),
+  trees: Sequence[Sequence[int]] | None = None,
+  dynamic: Sequence[tuple[int, int]] | None = None,
   long_tokens: int = 160,
   generation: GenerationConfig | None = None,
 ) -> None:
   """Check whether a pair is exact in each setting; exit with status 1 if a check fails.
 
-  There are five checks, whose results are printed as a table. A shape is a chain or a tree of draft
-  tokens.
-
-  - Logits: for each shape, the logits of a verification pass are compared with the logits of target
-    forward passes over one token.
-  - Rounds: above temperature 0, draft tokens, their acceptance and the tokens that the target
-    samples are compared with their exact distributions, one by one and jointly. This check covers
-    chains and static trees with `TokenVerifier`. It has its own batch sizes.
-  - Outputs: at temperature 0, speculative and autoregressive outputs are compared token for token.
-    Where two outputs differ, the logits of the two tokens must agree up to rounding.
-  - The target as its own draft: at temperature 0, each round must accept a whole path of draft
-    tokens; 1% more rounds than the minimum are tolerated. In a tree, the path to each leaf is
-    checked.
-  - Samples: above temperature 0, many outputs of some texts are sampled, and their first tokens are
-    compared with the target's exact joint distribution.
-
-  The first shape (the first gamma, if there is one) is checked with all sampling methods. Other
-  shapes are checked at temperature 0, and with the first sampling method above it. So are batches
-  smaller than the largest, but with the first shape only. At temperature 0, a quarter of the texts
-  are used for smaller batches and for the target as its own draft.
+  The results of the six checks (docs/exactness.md) are printed as a table. A shape is a chain or a
+  tree of draft tokens. The first shape (the first gamma, if there is one) is checked with all
+  sampling methods, and in slots. Other shapes are checked at temperature 0, and with the first
+  sampling method above it. So are batches smaller than the largest, but with the first shape only.
+  At temperature 0, a quarter of the texts are used for smaller batches and for the target as its
+  own draft.
 
   Args:
     gammas: gamma of each chain.
     batch_sizes: numbers of texts that are decoded together.
     max_new_tokens: limit for each output at temperature 0. In the check of rounds, it is at most
       ROUND_TOKENS.
-    num_texts: number of texts, for each of which `samples_per_text` outputs are sampled.
-    num_tokens: number of tokens, from the first, whose joint distribution is checked.
+    num_tokens: minimum number of tokens in the check of samples, for each setting.
     num_draft_tokens: minimum number of draft tokens in the check of rounds, for each sampling
-      method and shape. For the first method with the first shape, it is four times as large.
+      method and shape. For the first method and a chain, it is multiplied by gamma.
     level: probability of a false alarm, for all statistical checks together.
-    trees: parents of the draft tokens of each tree, as in `trees.Tree`.
-    dynamic: (nodes, depth) of each dynamic tree (`drafts.dynamic`).
+    trees: parents of the draft tokens of each tree, as in `trees.Tree`; by default TREE.
+    dynamic: (nodes, depth) of each dynamic tree (`drafts.dynamic`); by default DYNAMIC_TREE. A
+      default is left out if draft or verifier do not support it.
     long_tokens: length of long outputs, which continue past EOS; 0 disables them. It is reduced if
-      the target has too few positions. The last shape is checked with long outputs: outputs at
-      temperature 0, and rounds with the first sampling method above it.
+      the target has too few positions. The last gamma (without gammas, the last shape) is checked
+      with long outputs: outputs at temperature 0, and rounds with the first sampling method above.
     generation: settings of logits processors, which apply in all checks except the first.
 
   Raises:
@@ -79,7 +76,14 @@ def check_exactness(
       acceptance is simulated, or `generation` has settings other than those of logits processors.
   """
   require_seed(seed)
-  if not (texts and samplings and (gammas or trees or dynamic) and batch_sizes):
+  static = [TREE] * _supports(pair, TREE) if trees is None else [*map(Tree, trees)]
+  if dynamic is None:
+    changing = [DYNAMIC_TREE] * _supports(pair, DYNAMIC_TREE)
+  else:
+    changing = [DynamicTree(nodes - 1, depth) for nodes, depth in dynamic]
+  fixed = [*map(chain, gammas), *static]
+  shapes: list[AnyTree] = [*fixed, *changing]
+  if not (texts and samplings and shapes and batch_sizes):
     raise InputError("There is nothing to check: no texts, samplings, draft tokens or batch sizes.")
   if not 0 < level < 1:
     raise InputError(f"level is {level}; a chance of a false alarm lies between 0 and 1.")
@@ -93,14 +97,11 @@ def check_exactness(
       f"{pair.verifier_name} is lossy here: its output is not the target's own, so there "
       "is nothing to check; give an exact verifier as load.load_pair.verifier."
     )
-  counts = dict(num_texts=num_texts, samples_per_text=samples_per_text, num_tokens=num_tokens)
-  counts |= dict(max_new_tokens=max_new_tokens, num_draft_tokens=num_draft_tokens)
+  counts = dict(num_tokens=num_tokens, num_draft_tokens=num_draft_tokens)
+  counts |= dict(max_new_tokens=max_new_tokens)
   for name, value in [*counts.items(), *(("gamma", gamma) for gamma in gammas)]:
     require_count(name, value)
   require_count("long_tokens", long_tokens, 0)
-  fixed = [*map(chain, gammas), *map(Tree, trees)]
-  changing = [DynamicTree(nodes - 1, depth) for nodes, depth in dynamic]
-  shapes: list[AnyTree] = [*fixed, *changing]
   for shape in shapes:
     require_count("the number of a tree's draft tokens", shape.num_draft_tokens)
   for size in batch_sizes:
@@ -113,7 +114,9 @@ def check_exactness(
   outputs = [Setting(sampling, tree, check.batch_size) for sampling in argmax for tree in shapes]
   outputs += [Setting(sampling, shapes[0], size) for sampling in argmax for size in smaller]
   if check.long_tokens:
-    outputs += [Setting(sampling, shapes[-1], check.batch_size, True) for sampling in argmax]
+    long = shapes[len(gammas) - 1]
+    outputs += [Setting(sampling, long, check.batch_size, True) for sampling in argmax]
+  slots = [Setting(sampling, shapes[0], NUM_SLOTS) for sampling in (*argmax[:1], *sampled[:1])]
   samples = [Setting(sampling, shapes[0], check.batch_size) for sampling in sampled]
   for sampling in sampled[:1]:
     samples += [Setting(sampling, tree, check.batch_size) for tree in (chain(0), *shapes[1:])]
@@ -125,9 +128,10 @@ def check_exactness(
     rounds = [Setting(sampling, fixed[0], 32) for sampling in sampled]
     rounds += [Setting(sampling, tree, 32) for sampling in sampled[:1] for tree in fixed[1:]]
     if check.long_tokens:
-      rounds += [Setting(sampling, fixed[-1], 8, True) for sampling in sampled[:1]]
-  # Half of the level is for tests of all rounds together, and half for tests of single settings.
-  setting_level = level / (2 if rounds else 1) / max(1, len(samples) + len(rounds))
+      rounds += [Setting(sampling, fixed[len(gammas) - 1], 8, True) for sampling in sampled[:1]]
+  # Half of the level is for the six tests of all settings together, and half for tests of one.
+  pooled_level = level / 2 / 6
+  setting_level = level / 2 / max(1, len(samples) + len(rounds))
 
   console = Console(markup=False, soft_wrap=True)
   passed: list[bool] = []
@@ -138,9 +142,8 @@ def check_exactness(
     console.print(f"{result:6}{check:30}{setting!s:{width}}  {found:14}{fault:12}{details}")
 
   def report(row: Row) -> None:
-    passed.extend([] if row.holds is None else [row.holds])
-    result = {True: "ok", False: "FAIL", None: "--"}[row.holds]
-    show(result, row.check, row.setting, row.found, row.fault, row.details)
+    passed.append(row.holds)
+    show("ok" if row.holds else "FAIL", row.check, row.setting, row.found, row.fault, row.details)
     for line in row.lines:
       console.print(f"      {line}")
 
@@ -153,16 +156,23 @@ def check_exactness(
       report(check.logits(tree))
     scored: list[RoundScores] = []
     for number, setting in enumerate(bar.track(rounds, description="checking rounds")):
-      count = num_draft_tokens * (4 if number == 0 else 1)
+      is_first = setting.sampling == sampled[0] and setting.tree.is_chain and not setting.is_long
+      count = num_draft_tokens * (setting.tree.depth if is_first else 1)
       # Each setting has its own seed, so that all can be tested together.
       scored.append(check.rounds(setting, count, seed + 1 + number))
       report(rounds_row(scored[-1], setting, setting_level))
-    for row in pooled_rows(scored, level / 2) if rounds else ():
+    for row in pooled_rows(scored, pooled_level) if rounds else ():
       report(row)
     for setting in bar.track(outputs, description="checking outputs"):
       report(check.outputs(setting))
-    for setting in bar.track(samples, description="checking samples"):
-      report(check.samples(setting, num_texts, samples_per_text, num_tokens, seed, setting_level))
+    for setting in bar.track(slots, description="checking slots"):
+      report(check.slots(setting, seed))
+    of_texts: list[TextScores] = []
+    for number, setting in enumerate(bar.track(samples, description="checking samples")):
+      of_texts.append(check.samples(setting, num_tokens, seed + 1 + len(rounds) + number))
+      report(samples_row(of_texts[-1:], setting, setting_level))
+    if of_texts:
+      report(samples_row(of_texts, "all settings", pooled_level))
   if sampled and (changing or not rounds):
     unscored = "dynamic trees" if by_tokens else pair.verifier_name
     console.print(f"For {unscored}, outputs were checked, but not rounds.")
@@ -170,3 +180,14 @@ def check_exactness(
   console.print(f"{sum(passed)} of {len(passed)} checks hold, in {where}.")
   if not all(passed):
     raise SystemExit(1)
+
+
+def _supports(pair: Pair, tree: AnyTree) -> bool:
+  """Return whether the draft can propose a tree, and the verifier can verify it."""
+  prompt, keys = pair.prompt(["1"]), row_keys(0, 0, 1)
+  try:
+    decode = functools.partial(pair.decode_fn(Sampling(), tree), max_new_tokens=1)
+    jax.eval_shape(decode, prompt, keys)
+  except InputError:
+    return False
+  return True

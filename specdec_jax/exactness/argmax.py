@@ -1,6 +1,7 @@
 """Comparison of argmax outputs, and of whether rounding of the logits explains a difference."""
 
 import functools
+import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -21,6 +22,7 @@ from specdec_jax.exactness.processed import processed
 from specdec_jax.pair import Pair
 
 Decode = Callable[..., DecodeResult]  # function of (prompt [B, P], keys [B], *, max_new_tokens)
+NO_TOKEN = -1  # marks the positions past the end of a text
 SHARES = {"float32": 1e-3, "bfloat16": 0.03}  # fractions of the range of a token's logits
 
 
@@ -42,10 +44,10 @@ class Divergence(NamedTuple):
   Attributes:
     row: index of the row in the batch.
     position: index of the token in the output.
-    autoregressive: token of autoregressive decoding.
-    speculative: token of speculative decoding.
+    autoregressive: token of autoregressive decoding; NO_TOKEN past the end of its text.
+    speculative: token of speculative decoding; NO_TOKEN past the end of its text.
     gap: the target's logit of `autoregressive` minus its logit of `speculative`, from forward
-      passes over single tokens.
+      passes over single tokens; infinite if one of the texts has ended.
     rounding: logit difference that is attributed to rounding: the largest difference between
       passes over single and over several tokens in this row up to `position`, or
       `Rounding.measured` if that is larger, but at most the fraction `Rounding.share` of the range
@@ -62,7 +64,7 @@ class Divergence(NamedTuple):
   @property
   def is_tie(self) -> bool:
     """True if a change of both logits by `rounding` can swap their order."""
-    return self.gap <= 2 * self.rounding
+    return abs(self.gap) <= 2 * self.rounding
 
 
 def compare_argmax(
@@ -88,7 +90,7 @@ def compare_argmax(
   for rows, prompt, count in batches(pair, texts, batch_size):
     keys = row_keys(settings.seed, rows[0], batch_size)
     tokens, expected = (
-      np.asarray(require_finite(decode(prompt, keys, max_new_tokens=limit)).tokens)
+      tokens_of(require_finite(decode(prompt, keys, max_new_tokens=limit)))
       for decode in (speculative, autoregressive)
     )
     of_batch = first_divergences(
@@ -96,6 +98,12 @@ def compare_argmax(
     )
     divergences += [(rows[d.row] + 1, d) for d in of_batch if d.row < count]
   return divergences
+
+
+def tokens_of(result: DecodeResult) -> np.ndarray:
+  """Return the tokens [B, T] of a result, with NO_TOKEN past the end of each text."""
+  tokens, lengths = np.asarray(result.tokens), np.asarray(result.lengths)
+  return np.where(np.arange(tokens.shape[1]) < lengths[:, None], tokens, NO_TOKEN)
 
 
 def share_of(pair: Pair) -> float:
@@ -203,21 +211,27 @@ def first_divergences(
   block: int,
   rounding: Rounding,
   processors: Processors = (),
+  limit: int | np.ndarray | None = None,
 ) -> list[Divergence]:
-  """Return the first difference in each row of two outputs [B, T] that differ."""
+  """Return the first difference in each row of two outputs [B, T], as of `tokens_of`.
+
+  `limit` is that of the outputs, or of each of them; by default T.
+  """
   rows = np.flatnonzero((autoregressive != speculative).any(axis=1))
   if not len(rows):
     return []
-  tokens = jnp.asarray(autoregressive)
-  logits = (_logits(target, params, prompt, autoregressive, k) for k in (1, block))
+  tokens = jnp.maximum(autoregressive, 0)
+  logits = (logits_in_blocks(target, params, prompt, tokens, k) for k in (1, block))
+  limit = tokens.shape[1] if limit is None else limit
   by_one, by_block = (
-    np.asarray(processed(processors, target, prompt, tokens, tokens.shape[1], x)) for x in logits
+    np.asarray(processed(processors, target, prompt, tokens, limit, x)) for x in logits
   )
   divergences = []
   for row in rows.tolist():
     i = int((autoregressive[row] != speculative[row]).argmax())
     token, other_token = int(autoregressive[row, i]), int(speculative[row, i])
     gap = float(by_one[row, i, token] - by_one[row, i, other_token])
+    gap = math.inf if NO_TOKEN in (token, other_token) else gap
     single, several = by_one[row, : i + 1], by_block[row, : i + 1]
     differences = np.subtract(single, several, out=np.zeros_like(single), where=single != several)
     finite = single[-1][np.isfinite(single[-1])]  # processors exclude tokens by -inf
@@ -227,14 +241,14 @@ def first_divergences(
   return divergences
 
 
-def _logits(target: Model, params, prompt: Array, tokens: np.ndarray, block: int) -> Array:
+def logits_in_blocks(target: Model, params, prompt: Array, tokens: Array, block: int) -> Array:
   """Return the logits [B, T, V] that predict each token, from passes over `block` tokens."""
   first, length = target.prompt_tokens(prompt)
   batch, count = tokens.shape
   num_blocks = -(-count // block)
   # Rows may have prompts of different lengths; each continues with its last token and the output.
   last = gather(first, length[:, None] - 1)
-  text = jnp.concatenate([last, jnp.asarray(tokens[:, :-1])], axis=1)
+  text = jnp.concatenate([last, tokens[:, :-1]], axis=1)
   text = jnp.pad(text, ((0, 0), (0, num_blocks * block - count)))
   blocks = text.reshape(batch, num_blocks, block).swapaxes(0, 1)
 

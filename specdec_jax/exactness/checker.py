@@ -17,6 +17,7 @@ from specdec_jax.core.trees import AnyTree, DynamicTree, Tree, chain
 from specdec_jax.core.types import DecodeResult
 from specdec_jax.exactness import martingale
 from specdec_jax.exactness.argmax import (
+  NO_TOKEN,
   Decode,
   Divergence,
   Rounding,
@@ -27,10 +28,16 @@ from specdec_jax.exactness.argmax import (
 from specdec_jax.exactness.martingale import Drift, RoundScores, Scores
 from specdec_jax.exactness.paths import rounds_of_self_draft
 from specdec_jax.exactness.round_scores import positions, recorded, score_rounds
-from specdec_jax.exactness.samples import cells_of, compare_samples
+from specdec_jax.exactness.slots import NUM_TEXTS, compare_slots
+from specdec_jax.exactness.texts import TextScores, score_texts
 from specdec_jax.pair import Pair
 
 ROUND_TOKENS = 24  # limit of outputs whose rounds are tested; a batch waits for its longest output
+TEXT_TOKENS = 16  # limit of outputs whose tokens are tested
+# Processors that depend on the source and on the text so far, for the check of slots.
+PROCESSORS_OF_SLOTS = GenerationConfig(
+  encoder_repetition_penalty=1.5, repetition_penalty=1.2, no_repeat_ngram_size=3, min_new_tokens=3
+)
 ENDLESS = -1  # an EOS id that no token has, so that texts do not end
 
 
@@ -60,14 +67,13 @@ class Row(NamedTuple):
   """Row of the report.
 
   Attributes:
-    holds: whether the check holds; None if it could not be made.
     found: the measured value, such as a p-value.
     fault: values that are a fault.
     details: what was compared, and how large a fault would be detected nine times in ten.
     lines: lines below the row.
   """
 
-  holds: bool | None
+  holds: bool
   check: str
   setting: object
   found: str
@@ -99,11 +105,10 @@ class Checker:
     self.share = share_of(pair)
     self.moved: dict[AnyTree, float] = {}
     self.decode_fn = functools.partial(pair.decode_fn, processors=self.processors)
-    # All shapes are compared with the same autoregressive outputs and the same cells.
+    # All shapes are compared with the same autoregressive outputs.
     self.autoregressive = functools.cache(
       lambda sampling, eos_id=None: _cached(self.decode_fn(sampling, chain(0), eos_id=eos_id))
     )
-    self.cells = functools.cache(functools.partial(cells_of, pair, processors=self.processors))
 
   def logits(self, tree: AnyTree) -> Row:
     """Compare the logits of a verification pass with the logits of passes over one token."""
@@ -152,41 +157,38 @@ class Checker:
     lines = [_of_divergence(pair, text, divergence) for text, divergence in divergences]
     return Row(holds, "outputs", setting, found, "no tie", details, lines)
 
-  def samples(
-    self,
-    setting: Setting,
-    num_texts: int,
-    samples_per_text: int,
-    num_tokens: int,
-    seed: int,
-    level: float,
-  ) -> Row:
-    """Compare the first tokens of many outputs with their exact joint distribution.
+  def slots(self, setting: Setting, seed: int) -> Row:
+    """Compare texts in slots, and their log-probabilities, with one text at a time."""
+    pair, sampling, tree = self.pair, setting.sampling, setting.tree
+    eos_ids, pad_id = (pair.vocabulary.eos_id,), pair.vocabulary.pad_id
+    added = PROCESSORS_OF_SLOTS.processors(pair.target.model.vocab_size, eos_ids, pad_id)
+    limit = min(ROUND_TOKENS, self.max_new_tokens)
+    settings = DecodeSettings(sampling, setting.batch_size, limit, seed)
+    rounding, processors = Rounding(self.share, self.moved[tree]), (*self.processors, *added)
+    found = compare_slots(pair, self.texts, tree, settings, rounding, processors)
+    texts, (rounds, fewest) = found.divergences, found.num_rounds
+    holds = found.error <= found.rounding and all(d.is_tie for _, d in texts)
+    if sampling.is_argmax:
+      holds &= rounds <= 1.01 * fewest
+    elif self.share and all(math.isfinite(d.gap) for _, d in texts):  # rounding changes samples
+      holds = found.error <= found.rounding and len(texts) <= NUM_TEXTS / 4
+    details = f"texts identical to one at a time, in {rounds} rounds of {fewest}; log-probabilities"
+    details += f" off by {found.error:.2g} where rounding allows {found.rounding:.2g}"
+    identical = f"{NUM_TEXTS - len(texts)} of {NUM_TEXTS}"
+    lines = [_of_divergence(pair, text, divergence) for text, divergence in texts]
+    return Row(holds, "slots", setting, identical, "no tie", details, lines)
 
-    The row has no result if no prefix is probable enough to be counted, as with random weights.
-    """
-    texts = tuple(self.texts[:num_texts])
-    joint = compare_samples(
+  def samples(self, setting: Setting, num_tokens: int, seed: int) -> TextScores:
+    """Sample outputs in a setting, and score their tokens."""
+    return score_texts(
       self.pair,
-      texts,
+      self.texts,
       self.decode_fn(setting.sampling, setting.tree),
-      DecodeSettings(setting.sampling, setting.batch_size, num_tokens, seed),
-      samples_per_text,
-      self.cells(texts, setting.sampling, samples_per_text, num_tokens),
+      DecodeSettings(setting.sampling, setting.batch_size, TEXT_TOKENS, seed),
+      num_tokens,
+      max(4, setting.tree.depth + 1),
       self.processors,
     )
-    if not joint.degrees:
-      details = (
-        "no prefix of an output is probable enough to be counted among "
-        f"{samples_per_text} samples of each text; give more as samples_per_text"
-      )
-      return Row(None, "samples", setting, "not checked", "", details)
-    impossible = f", {joint.num_impossible} of them impossible" if joint.num_impossible else ""
-    details = (
-      f"{joint.num_samples} outputs{impossible}, first {num_tokens} tokens in {joint.num_cells} "
-      f"cells; detects a total variation of {joint.detectable(level):.3f}"
-    )
-    return _p_value("samples", setting, joint.p_value, level, details)
 
   def rounds(self, setting: Setting, num_draft_tokens: int, seed: int) -> RoundScores:
     """Decode texts in a setting, and score the draft tokens and next tokens of the rounds."""
@@ -232,8 +234,7 @@ def rounds_row(scored: RoundScores, setting: Setting, level: float) -> Row:
 
 
 def pooled_rows(scored: Sequence[RoundScores], level: float) -> Iterator[Row]:
-  """Yield the tests of the rounds of all settings together."""
-  level /= 5
+  """Yield the tests of the rounds of all settings together, each at `level`."""
   every = martingale.joined(scored)
   draft_tokens = every.where(every.position >= 0)
   sampled = jax.tree.map(lambda x: x[every.next.spread > 0], every.next)
@@ -251,14 +252,37 @@ def pooled_rows(scored: Sequence[RoundScores], level: float) -> Iterator[Row]:
     yield _of_drifts(check, "all rounds", by_kind, level, what, power)
   for where in ("within", "between"):
     correlate = martingale.within_rounds if where == "within" else martingale.between_rounds
-    by_name: dict[str, Drift] = {}
-    for of_setting in map(correlate, scored):
-      for name, drift in of_setting.items():
-        by_name[name] = by_name[name].plus(drift) if name in by_name else drift
+    by_name = _pooled([correlate(of_setting) for of_setting in scored])
     worst = min(by_name, key=lambda name: by_name[name].p_value)
     what, least = f"{len(by_name)} correlations, the least p for", {worst: [by_name[worst]]}
     check, of_each = f"independence {where} rounds", level / len(by_name)
     yield _of_drifts(check, "all rounds", least, of_each, what)
+
+
+def samples_row(scored: Sequence[TextScores], setting: object, level: float) -> Row:
+  """Return the row of the tests of the tokens of outputs, in one setting or in several."""
+  drifts = scored[0].drifts() if len(scored) == 1 else {}
+  kinds = _pooled([{kind: x.drifts()[kind][0] for kind in x.scores} for x in scored])
+  by_name = drifts | {kind: [drift] for kind, drift in kinds.items()}
+  every = [(drift.p_value, name) for name, of_name in by_name.items() for drift in of_name]
+  level /= len(every)
+  p_value, worst = min(every)
+  impossible = sum(x.num_impossible for x in scored)
+  details = f"{sum(x.num_tokens for x in scored)} tokens"
+  details += f", {impossible} outputs impossible" * bool(impossible)
+  details += ": " + ", ".join(f"{kind} {drift.z:+.1f}" for kind, drift in kinds.items())
+  details += f" standard deviations; least p of {len(every)} for {worst}"
+  share = martingale.detectable_shift(kinds["draft"], level)
+  if math.isfinite(share):
+    details += f"; detects {share:.1%} of tokens from the draft's distribution"
+  return _p_value("samples", setting, 0.0 if impossible else p_value, level, details)
+
+
+def _pooled(parts: Sequence[Mapping[str, Drift]]) -> dict[str, Drift]:
+  """Return the drifts of all parts together, by name."""
+  names = dict.fromkeys(name for part in parts for name in part)
+  of_name = {name: [part[name] for part in parts if name in part] for name in names}
+  return {name: functools.reduce(Drift.plus, drifts) for name, drifts in of_name.items()}
 
 
 def _of_drifts(
@@ -295,7 +319,10 @@ def _temperature(scores: Scores, level: float) -> str:
 
 
 def _of_divergence(pair: Pair, text: int, d: Divergence) -> str:
-  expected, got = pair.vocabulary.pieces([d.autoregressive, d.speculative])
+  expected, got = (
+    "(end)" if token == NO_TOKEN else pair.vocabulary.pieces([token])[0]
+    for token in (d.autoregressive, d.speculative)
+  )
   conclusion = "a tie" if d.is_tie else "a FAULT"
   return (
     f"text {text}, token {d.position + 1}: {expected!r} became {got!r}; their logits are "

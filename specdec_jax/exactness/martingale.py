@@ -11,6 +11,7 @@ detect random numbers that are used twice, even if each token alone has the corr
 (`within_rounds`, `between_rounds`).
 """
 
+import itertools
 import math
 import operator
 from collections.abc import Iterator, Sequence
@@ -197,11 +198,16 @@ def detectable_temperature(scores: Scores, level: float, power: float = 0.9) -> 
   order, this moves the mean of each log-probability score by b / (1 - b) times its variance. The
   result is infinite if all scores have variance 0.
   """
-  drift, deviations = token_drift(scores, "log-probability"), stats.norm.isf(1 - power)
+  tilt = detectable_shift(token_drift(scores, "log-probability"), level, power)
+  return tilt / (1 + tilt) if math.isfinite(tilt) else tilt
+
+
+def detectable_shift(drift: Drift, level: float, power: float = 0.9) -> float:
+  """Return the smallest s such that a shift of each mean by s times its variance is detected."""
   if not drift.variance:
     return math.inf
-  tilt = (drift.critical(level) + deviations * math.sqrt(drift.variance)) / drift.variance
-  return tilt / (1 + tilt)
+  deviations = stats.norm.isf(1 - power)
+  return (drift.critical(level) + deviations * math.sqrt(drift.variance)) / drift.variance
 
 
 def _weight(probability: np.ndarray, max_weight: float) -> np.ndarray:
@@ -234,10 +240,33 @@ def within_rounds(scored: RoundScores) -> dict[str, Drift]:
       ("draft token with the draft token before", draft_tokens, before),
       ("acceptance with its draft token", _acceptance(drafted), of(drafted)),
     ):
-      correlations[f"{what}, by {name}"] = _product(later, earlier, 0.5)
-  later = _acceptance(first_child)
-  before = _before(first_child, later[0], first_child)
-  correlations["acceptance with the acceptance before"] = _product(later, before, 1.0)
+      correlations[f"{what}, by {name}"] = product(later, earlier, 0.5)
+  return correlations | _acceptance_of_pairs(drafted)
+
+
+def _acceptance_of_pairs(drafted: RoundScores) -> dict[str, Drift]:
+  """Return the drift of acceptance at each position of a round, given that at an earlier one.
+
+  The weight is the most powerful one if both draft tokens use the same uniform, limited so that no
+  score exceeds 1.
+  """
+  _, round_of = np.unique(np.stack([drafted.row, drafted.start]), axis=1, return_inverse=True)
+  count = int(drafted.position.max(initial=-1)) + 1
+  table = np.full((2, int(round_of.max(initial=-1)) + 1, count), np.nan)  # NaN: not verified
+  table[:, round_of, drafted.position.astype(int)] = drafted.accepted, drafted.probability
+  correlations = {}
+  for i, j in itertools.combinations(range(count), 2):
+    both = table[:, ~np.isnan(table[0, :, [i, j]]).any(axis=0)]
+    (before, accepted), (a_before, a) = both[..., [i, j]].swapaxes(1, 2)
+    # The probability of the outcome at i, at both places.
+    b_before, b = (np.where(before, x, 1 - x) for x in (a_before, a))
+    odds = ((1 - x) / np.maximum(x, MIN_PROB) for x in (b_before, b))
+    weight = np.minimum(1, np.minimum(*odds)) / np.maximum(1 - b, MIN_PROB)
+    weight *= np.where(before, 1, -1)
+    drift = Drift(
+      float((weight * (accepted - a)).sum()), float((weight**2 * a * (1 - a)).sum()), 1.0
+    )
+    correlations[f"acceptance of draft token {j + 1} with that of {i + 1}"] = drift
   return correlations
 
 
@@ -253,9 +282,9 @@ def between_rounds(scored: RoundScores, lags: range = LAGS) -> dict[str, Drift]:
     for lag in lags:
       if lag < score.shape[1]:
         later = score[:, lag:], variance[:, lag:], largest
-        correlations[f"{name} {lag} tokens apart"] = _product(later, score[:, :-lag], largest)
+        correlations[f"{name} {lag} tokens apart"] = product(later, score[:, :-lag], largest)
     later = score[1:], variance[1:], largest
-    correlations[f"{name} of neighboring outputs"] = _product(later, score[:-1], largest)
+    correlations[f"{name} of neighboring outputs"] = product(later, score[:-1], largest)
   return correlations
 
 
@@ -313,7 +342,8 @@ def _before(scored: RoundScores, values: np.ndarray, later: RoundScores) -> np.n
   return _at(scored, values, later.row, later.slot - 1) * (later.slot > later.start)
 
 
-def _product(later: _Scored, earlier: np.ndarray, bound: float) -> Drift:
+def product(later: _Scored, earlier: np.ndarray, bound: float) -> Drift:
+  """Return the drift of products of scores with earlier values of at most `bound`."""
   score, variance, largest = later
   return Drift(
     float((score * earlier).sum()), float((variance * earlier**2).sum()), largest * bound

@@ -1,9 +1,14 @@
-"""Logits after logits processors, at each token of a known output.
+"""The target's distribution of each token of a known output, after logits processors.
 
-The text before each token is taken from the output, not from `core.context.node_prefixes`, which
-is under test.
+The text before each token is taken from the output, not from `core.context.node_prefixes`, and
+top-k and top-p are computed by sorting, not by `core.sampling`. Both are under test.
 """
 
+import dataclasses
+import functools
+from typing import Any
+
+import jax
 import jax.numpy as jnp
 from jax import Array
 from jaxtyping import Float, Int
@@ -11,7 +16,9 @@ from jaxtyping import Float, Int
 from specdec_jax.core.arrays import gather
 from specdec_jax.core.context import Prefixes
 from specdec_jax.core.processors import Processors, process
-from specdec_jax.core.types import Model
+from specdec_jax.core.sampling import Sampling, distribution
+from specdec_jax.core.types import AnyArray, Model
+from specdec_jax.measure.alpha import teacher_forced_logits
 
 
 def processed(
@@ -19,7 +26,7 @@ def processed(
   model: Model,
   prompt: Int[Array, "B P"],
   tokens: Int[Array, "B T"],
-  limit: int,
+  limit: int | Int[AnyArray, " B"],
   logits: Float[Array, "B T V"],
 ) -> Float[Array, "B T V"]:
   """Return the logits that predict each token of actual or hypothetical outputs, processed.
@@ -37,3 +44,30 @@ def processed(
   texts = jnp.where(slots < length[..., None], text[:, None], 0)
   prefixes = Prefixes(texts, length, prompt_length, prompt_length + limit, prompt)
   return process(processors, logits, prefixes)
+
+
+@functools.partial(jax.jit, static_argnames=("model", "sampling"))
+def target_probs(
+  model: Model,
+  params: Any,
+  prompt: Int[Array, "B P"],
+  tokens: Int[Array, "B T"],
+  sampling: Sampling,
+  limit: int,
+  processors: Processors,
+) -> Float[Array, "B T V"]:
+  """Return the target's distribution of each token of an output, given the tokens before it."""
+  logits = teacher_forced_logits(model, params, prompt, tokens)
+  logits = processed(processors, model, prompt, tokens, limit, logits).astype(jnp.float32)
+  logits, top_p = logits / sampling.temperature, sampling.top_p
+  if sampling.top_k:
+    kth = jnp.sort(logits, axis=-1)[..., -min(sampling.top_k, logits.shape[-1]), None]
+    logits = jnp.where(logits >= kth, logits, -jnp.inf)
+  if top_p < 1:
+    probs = jax.nn.softmax(logits)
+    falling = -jnp.sort(-probs, axis=-1)
+    before = jnp.cumsum(falling, axis=-1) - falling
+    least = jnp.where(before < top_p, falling, 1.0).min(axis=-1, keepdims=True)
+    logits = jnp.where(probs >= least, logits, -jnp.inf)
+  # The filters that are not part of the paper are not computed twice.
+  return distribution(logits, dataclasses.replace(sampling, temperature=1.0, top_k=0, top_p=1.0))

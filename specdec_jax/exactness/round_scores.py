@@ -21,7 +21,7 @@ from specdec_jax.core.counts import require_finite
 from specdec_jax.core.decode import Decoder
 from specdec_jax.core.loading import DecodeSettings
 from specdec_jax.core.processors import Processors
-from specdec_jax.core.sampling import Sampling, distribution, row_keys
+from specdec_jax.core.sampling import Sampling, row_keys
 from specdec_jax.core.trees import Tree, require_static
 from specdec_jax.core.types import (
   DecodeResult,
@@ -33,8 +33,7 @@ from specdec_jax.core.types import (
   WrappedDraft,
 )
 from specdec_jax.exactness.martingale import MIN_PROB, RoundScores, Scores, joined
-from specdec_jax.exactness.processed import processed
-from specdec_jax.measure.alpha import teacher_forced_logits
+from specdec_jax.exactness.processed import target_probs
 from specdec_jax.pair import Pair
 
 # Function of (prompt [B, P], keys [B], *, max_new_tokens).
@@ -225,7 +224,7 @@ def _scores(
     target, pair.target.params, prompt, tokens, tried, settings.sampling, limit, processors
   )
   is_last = ~jnp.pad(exists[..., 1:], ((0, 0), (0, 0), (0, 1)))
-  next_scores = _token_scores(drawn, tokens)
+  next_scores = token_scores(drawn, tokens)
   row, slot, sibling = jnp.indices(exists.shape)
   start = tried.start - target.prompt_tokens(prompt)[1][:, None]
   return visited, RoundScores(
@@ -236,7 +235,7 @@ def _scores(
     position=tried.position,
     accepted=tried.accepted,
     probability=probability,
-    draft_token=_token_scores(tried.q, tried.tokens),
+    draft_token=token_scores(tried.q, tried.tokens),
     next=jax.tree.map(lambda x: jnp.where(is_last, x[..., None], 0.0), next_scores),
   )
 
@@ -257,8 +256,7 @@ def _outcomes(
   A first child counts as verified even if it does not exist. The weights are 0 for an accepted
   draft token.
   """
-  logits = teacher_forced_logits(target, params, prompt, tokens)
-  p = distribution(processed(processors, target, prompt, tokens, limit, logits), sampling)
+  p = target_probs(target, params, prompt, tokens, sampling, limit, processors)
   probability, residual = acceptance_probs(p, tried.q, tried.tokens)
   drawn = jnp.where(tried.accepted.any(axis=-1, keepdims=True), 0.0, residual)
   exists, rank = tried.position >= 0, jnp.arange(tried.position.shape[-1])
@@ -267,7 +265,7 @@ def _outcomes(
 
 
 @jax.jit
-def _token_scores(weights: Array, token: Array) -> Scores:
+def token_scores(weights: Array, token: Array) -> Scores:
   """Return the scores of tokens [...] that were sampled in proportion to weights [..., V].
 
   Scores are 0 where all weights are 0. This function is jitted separately, because a program that
