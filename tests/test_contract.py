@@ -43,10 +43,11 @@ from specdec_jax.drafts.model import ModelDraft
 from specdec_jax.drafts.ngram import NgramDraft, fit_ngrams
 from specdec_jax.drafts.other_vocabulary import OtherVocabularyModel, OtherVocabularyParams
 from specdec_jax.drafts.prompt_lookup import PromptLookupDraft, prompt_lookup
-from specdec_jax.drafts.recycling import RecyclingDraft
+from specdec_jax.drafts.realigned import RealignedDraft
 from specdec_jax.drafts.retrieval import retrieval
 from specdec_jax.drafts.several import CascadeDraft, ForestDraft
 from specdec_jax.drafts.stopping import AdaptiveStoppingDraft, StopAtMissDraft, StoppingDraft
+from specdec_jax.drafts.token_recycling import token_recycling
 from specdec_jax.drafts.uniform import uniform
 from specdec_jax.load import head_factory
 from specdec_jax.models.families import with_feature_layers
@@ -290,9 +291,9 @@ def forest_draft(models: Models, sampling: Sampling, tree: Tree):
   return ForestDraft(drafts, V), (models.draft_params, models.params, ())
 
 
-def recycling(models: Models, sampling: Sampling, tree: Tree):
+def realigned(models: Models, sampling: Sampling, tree: Tree):
   draft = ModelDraft(models.target, sampling, tree, rereading(tree.depth + 1))
-  return RecyclingDraft(draft, 2, V), tiny.near(models.params, 5, 0.2)
+  return RealignedDraft(draft, 2, V), tiny.near(models.params, 5, 0.2)
 
 
 RAGGED = Tree((0, 0, 1, 1, 2, 4))
@@ -349,7 +350,8 @@ CASES = {
   "dynamic of itself": (t5, dynamic_itself, DynamicTree(4, 2), TokenVerifier),
   "drafts joined": (t5, forest_draft, Tree((0, 0, 0, 0, 1, 2, 3, 4)), TokenVerifier),
   "drafts merged": (t5, forest_draft, Tree((0, 0, 0, 0, 1, 2, 3, 4)), MergingVerifier),
-  "recycling": (t5, recycling, chain(4), TokenVerifier),
+  "realigned": (t5, realigned, chain(4), TokenVerifier),
+  "token recycling": (t5, drafted(token_recycling, outputs(), 4, 2), RAGGED, TokenVerifier),
   "free": (t5, free, RAGGED, TokenVerifier),
   "blocks": (t5, model, chain(3), BlockVerifier),
   "tree": (t5, near, RAGGED, TokenVerifier),
@@ -369,6 +371,7 @@ QUICK = {
   "chain",
   "prompt lookup, tree",
   "n-grams",
+  "token recycling",
   "retrieval, dynamic",
   "layers",
   "EAGLE",
@@ -442,6 +445,7 @@ ROWS = [
 # Drafts that select their tokens deterministically use no random numbers, and some that sample run
 # the same code as another case. They are compiled once, at temperature 0.
 DETERMINISTIC = {
+  "token recycling",
   "prompt lookup",
   "prompt lookup, tree",
   "retrieval",
