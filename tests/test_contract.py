@@ -177,6 +177,11 @@ def independent(models: Models, sampling: Sampling, tree: Tree):
   return ModelDraft(models.draft, sampling, tree, INDEPENDENT), models.draft_params
 
 
+def greedy(models: Models, sampling: Sampling, tree: Tree):
+  options = DraftOptions(greedy_siblings=True)
+  return ModelDraft(models.draft, sampling, tree, options), models.draft_params
+
+
 def drafted(make: Callable[..., DraftSpec], *settings: Any):
   """Return a draft as users pass it to `load_pair`, for a vocabulary whose texts are token ids."""
   vocabulary = mock.MagicMock(Vocabulary, __len__=lambda vocabulary: V, start_id=0)
@@ -363,6 +368,7 @@ CASES = {
   "T5Gemma, dynamic": (t5gemma, dynamic, DynamicTree(6, 3), TokenVerifier),
   "T5Gemma, conditioned": (t5gemma, learned("conditioned"), RAGGED, TokenVerifier),
   "k-seq": (t5, independent, branching(2, 2), KSeqVerifier),
+  "greedy siblings": (t5, greedy, RAGGED, TokenVerifier),
   "typical": (t5, model, RAGGED, TypicalVerifier),
   "top-beta": (gpt, model, chain(2), TopBetaVerifier),
 }
@@ -400,6 +406,7 @@ SAMPLED = [
     pytest.param(case, method, marks=pytest.mark.slow)
     for case, method in [
       ("dynamic", "temperature 1"),
+      ("greedy siblings", "temperature 1"),
       ("drafts joined", "top-k"),
       ("cascade", "temperature 1"),
       ("T5Gemma", "temperature 1"),
@@ -475,7 +482,16 @@ def in_batch(case: str):
 
 
 # Cases whose drafts have the state of another case.
-SAME_STATE = {"int8, few tokens", "blocks", "tree", "tree, blocks", "k-seq", "typical", "top-beta"}
+SAME_STATE = {
+  "greedy siblings",
+  "int8, few tokens",
+  "blocks",
+  "tree",
+  "tree, blocks",
+  "k-seq",
+  "typical",
+  "top-beta",
+}
 SAME_STATE |= {"drafts merged", "dynamic of itself", "dynamic, GPT", "T5Gemma, dynamic", "T5Gemma"}
 SAME_STATE |= {"stopping", "EAGLE, text", "shared encoder"}
 

@@ -134,6 +134,20 @@ def tree_draft(
   return dataclasses.replace(spec, name=f"{spec.name}, {size}", build=build, path=None)
 
 
+def greedy_siblings(target: Loaded, draft: LoadsDraft) -> DraftSpec:
+  """Return a draft model that samples only the first of several siblings (Hu et al., 2025).
+
+  Its siblings are, in this order, a token sampled from q without the most probable tokens, and
+  these tokens. So the most probable token is the second child, below which a tree is best deep.
+  """
+  spec = draft(target)
+
+  def build(sampling: Sampling, tree: AnyTree, options=DraftOptions()) -> Draft:
+    return spec.build(sampling, tree, dataclasses.replace(options, greedy_siblings=True))
+
+  return dataclasses.replace(spec, name=f"{spec.name}, greedy siblings", build=build, path=None)
+
+
 def prompt_lookup_or_ngrams(
   target: Loaded, path: str, max_ngram: int = 3, order: int = 4
 ) -> DraftSpec:
