@@ -43,10 +43,11 @@ from specdec_jax.drafts.model import ModelDraft
 from specdec_jax.drafts.ngram import NgramDraft, fit_ngrams
 from specdec_jax.drafts.other_vocabulary import OtherVocabularyModel, OtherVocabularyParams
 from specdec_jax.drafts.prompt_lookup import PromptLookupDraft, prompt_lookup
-from specdec_jax.drafts.recycling import RecyclingDraft
+from specdec_jax.drafts.realigned import RealignedDraft
 from specdec_jax.drafts.retrieval import retrieval
 from specdec_jax.drafts.several import CascadeDraft, ForestDraft
 from specdec_jax.drafts.stopping import AdaptiveStoppingDraft, StopAtMissDraft, StoppingDraft
+from specdec_jax.drafts.token_recycling import token_recycling
 from specdec_jax.drafts.uniform import uniform
 from specdec_jax.load import head_factory
 from specdec_jax.models.families import with_feature_layers
@@ -176,6 +177,11 @@ def independent(models: Models, sampling: Sampling, tree: Tree):
   return ModelDraft(models.draft, sampling, tree, INDEPENDENT), models.draft_params
 
 
+def greedy(models: Models, sampling: Sampling, tree: Tree):
+  options = DraftOptions(greedy_siblings=True)
+  return ModelDraft(models.draft, sampling, tree, options), models.draft_params
+
+
 def drafted(make: Callable[..., DraftSpec], *settings: Any):
   """Return a draft as users pass it to `load_pair`, for a vocabulary whose texts are token ids."""
   vocabulary = mock.MagicMock(Vocabulary, __len__=lambda vocabulary: V, start_id=0)
@@ -290,9 +296,9 @@ def forest_draft(models: Models, sampling: Sampling, tree: Tree):
   return ForestDraft(drafts, V), (models.draft_params, models.params, ())
 
 
-def recycling(models: Models, sampling: Sampling, tree: Tree):
+def realigned(models: Models, sampling: Sampling, tree: Tree):
   draft = ModelDraft(models.target, sampling, tree, rereading(tree.depth + 1))
-  return RecyclingDraft(draft, 2, V), tiny.near(models.params, 5, 0.2)
+  return RealignedDraft(draft, 2, V), tiny.near(models.params, 5, 0.2)
 
 
 RAGGED = Tree((0, 0, 1, 1, 2, 4))
@@ -349,7 +355,8 @@ CASES = {
   "dynamic of itself": (t5, dynamic_itself, DynamicTree(4, 2), TokenVerifier),
   "drafts joined": (t5, forest_draft, Tree((0, 0, 0, 0, 1, 2, 3, 4)), TokenVerifier),
   "drafts merged": (t5, forest_draft, Tree((0, 0, 0, 0, 1, 2, 3, 4)), MergingVerifier),
-  "recycling": (t5, recycling, chain(4), TokenVerifier),
+  "realigned": (t5, realigned, chain(4), TokenVerifier),
+  "token recycling": (t5, drafted(token_recycling, outputs(), 4, 2), RAGGED, TokenVerifier),
   "free": (t5, free, RAGGED, TokenVerifier),
   "blocks": (t5, model, chain(3), BlockVerifier),
   "tree": (t5, near, RAGGED, TokenVerifier),
@@ -361,6 +368,7 @@ CASES = {
   "T5Gemma, dynamic": (t5gemma, dynamic, DynamicTree(6, 3), TokenVerifier),
   "T5Gemma, conditioned": (t5gemma, learned("conditioned"), RAGGED, TokenVerifier),
   "k-seq": (t5, independent, branching(2, 2), KSeqVerifier),
+  "greedy siblings": (t5, greedy, RAGGED, TokenVerifier),
   "typical": (t5, model, RAGGED, TypicalVerifier),
   "top-beta": (gpt, model, chain(2), TopBetaVerifier),
 }
@@ -369,6 +377,7 @@ QUICK = {
   "chain",
   "prompt lookup, tree",
   "n-grams",
+  "token recycling",
   "retrieval, dynamic",
   "layers",
   "EAGLE",
@@ -397,6 +406,7 @@ SAMPLED = [
     pytest.param(case, method, marks=pytest.mark.slow)
     for case, method in [
       ("dynamic", "temperature 1"),
+      ("greedy siblings", "temperature 1"),
       ("drafts joined", "top-k"),
       ("cascade", "temperature 1"),
       ("T5Gemma", "temperature 1"),
@@ -480,6 +490,7 @@ ROWS = [
 # Drafts that select their tokens deterministically use no random numbers, and some that sample run
 # the same code as another case. They are compiled once, at temperature 0.
 DETERMINISTIC = {
+  "token recycling",
   "prompt lookup",
   "prompt lookup, tree",
   "retrieval",
@@ -509,7 +520,16 @@ def in_batch(case: str):
 
 
 # Cases whose drafts have the state of another case.
-SAME_STATE = {"int8, few tokens", "blocks", "tree", "tree, blocks", "k-seq", "typical", "top-beta"}
+SAME_STATE = {
+  "greedy siblings",
+  "int8, few tokens",
+  "blocks",
+  "tree",
+  "tree, blocks",
+  "k-seq",
+  "typical",
+  "top-beta",
+}
 SAME_STATE |= {"drafts merged", "dynamic of itself", "dynamic, GPT", "T5Gemma, dynamic", "T5Gemma"}
 SAME_STATE |= {"stopping", "EAGLE, text", "shared encoder"}
 

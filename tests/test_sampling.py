@@ -365,6 +365,19 @@ def test_siblings_are_distinct_unless_they_are_sampled_independently(independent
   assert (np.diff(np.sort(tokens, axis=1)) > 0).all() != independent
 
 
+def test_of_greedy_siblings_only_the_first_is_sampled():
+  probs = np.array([0.1, 0.4, 0.05, 0.3, 0.15])
+  logits = jnp.broadcast_to(jnp.log(probs), (4000, 2, 5))
+  keys = jax.random.split(jax.random.key(0), 4000)
+  tokens, q = sample_siblings(keys, logits, Sampling(), np.array([3, 1]), greedy=True)
+  assert (np.asarray(tokens[:, 1:3]) == [1, 3]).all()  # the most probable tokens
+  rest = np.where(np.isin(np.arange(5), [1, 3]), 0, probs) / 0.3
+  np.testing.assert_allclose(q[0], [rest, np.eye(5)[1], np.eye(5)[3], probs], atol=1e-6)
+  for child, expected in ((0, rest), (3, probs)):
+    counts = np.bincount(tokens[:, child], minlength=5)
+    np.testing.assert_allclose(counts / 4000, expected, atol=0.03)  # 3.6 standard errors
+
+
 def test_rows_have_keys_of_their_own():
   keys = jax.random.key_data(split_keys(jax.random.key(0), 4))
   assert len({*map(tuple, keys.tolist())}) == 4

@@ -76,6 +76,14 @@ def deterministic(q, count):
   yield tuple(best), 1.0, list(np.eye(V)[best])
 
 
+def greedy(q, count):
+  """Sample the first child from q without its most probable tokens, the other children."""
+  best, others = np.split(np.argsort(-q), [count - 1])
+  rest = np.where(np.isin(np.arange(V), best), 0, q)
+  for first in others:
+    yield (first, *best), rest[first] / rest.sum(), [rest / rest.sum(), *np.eye(V)[best]]
+
+
 def enumerated(tree: Tree, q: list[np.ndarray], draft_token):
   """Enumerate all proposals: tokens [M, N], q [M, N, V] and the probability [M] of each."""
   x, x_q, prob = np.zeros((1, 0), np.int32), np.zeros((1, 0, V), np.float32), np.ones(1)
@@ -230,6 +238,7 @@ DRAFT_TOKENS = {
   "independent": independent,
   "several drafts": several_drafts,
   "deterministic": deterministic,
+  "greedy": greedy,
 }
 VERIFIERS = {"tokens": by_tokens, "blocks": by_blocks, "k-seq": by_k_seq, "merging": by_merging}
 CHAINS = [name for name in TREES if name.startswith("chain")]

@@ -138,6 +138,7 @@ def sample_siblings(
   counts: np.ndarray,
   independent: bool = False,
   coupled: bool = False,
+  greedy: bool = False,
 ) -> tuple[Int[Array, "B children"], Float[Array, "B children V"]]:
   """Sample the children of each node, in the order in which they will be verified.
 
@@ -149,6 +150,9 @@ def sample_siblings(
     counts: number of children of each node.
     independent: whether to sample siblings independently, with replacement.
     coupled: whether to sample without replacement by selecting the largest `perturbed` logits.
+    greedy: whether to sample only the first of K siblings, from the distribution without its K - 1
+      most probable tokens, which are the other siblings (Hu et al., 2025). It has no effect at
+      temperature 0 or if `coupled`.
 
   Returns:
     The children, node by node, and the distribution of each given its earlier siblings: a one-hot
@@ -161,6 +165,8 @@ def sample_siblings(
     parents, ranks = np.repeat(nodes, counts), np.concatenate([*map(np.arange, counts)])
     q = take(remaining, parents)
     return _sample_nodes(keys[:, ranks, parents], q), q
+  if greedy and not (coupled or sampling.is_argmax):
+    return _greedy_siblings(keys[:, 0], remaining, logits, counts)
   scores = None  # logits whose argmax is the next token, if it is not sampled
   if coupled:
     scores = perturbed(jnp.broadcast_to(rng[:, None], logits.shape[:2]), logits, sampling)
@@ -187,6 +193,28 @@ def sample_siblings(
   parents, tokens, probs = zip(*levels, strict=True)
   order = np.argsort(np.concatenate(parents), kind="stable")  # node by node
   return take(jnp.concatenate(tokens, axis=1), order), take(jnp.concatenate(probs, axis=1), order)
+
+
+def _greedy_siblings(
+  keys: Key[Array, "B nodes"],
+  probs: Float[Array, "B nodes V"],
+  logits: Float[Array, "B nodes V"],
+  counts: np.ndarray,
+) -> tuple[Int[Array, "B children"], Float[Array, "B children V"]]:
+  top = lax.top_k(probs, int(counts.max()))[1]  # [B, nodes, W], the most probable tokens
+  is_top = (
+    jax.nn.one_hot(top, probs.shape[-1])
+    * (np.arange(counts.max()) < counts[:, None] - 1)[..., None]
+  )
+  rest = 1 - is_top.sum(axis=2)
+  q = _renormalized(probs * rest, jnp.where(rest > 0, logits, -jnp.inf))
+  tokens = jnp.concatenate([_sample_nodes(keys, q)[..., None], top], axis=2)
+  q = jnp.concatenate([q[:, :, None], is_top], axis=2)
+  parents, ranks = (
+    np.repeat(np.arange(len(counts)), counts),
+    np.concatenate([*map(np.arange, counts)]),
+  )
+  return tokens[:, parents, ranks], q[:, parents, ranks]
 
 
 def _renormalized(

@@ -23,7 +23,7 @@ from specdec_jax.drafts.backoff import backoff_ngrams
 from specdec_jax.drafts.hierarchical import HierarchicalDraft
 from specdec_jax.drafts.model import ModelDraft
 from specdec_jax.drafts.prompt_lookup import prompt_lookup
-from specdec_jax.drafts.recycling import RecyclingDraft
+from specdec_jax.drafts.realigned import RealignedDraft
 from specdec_jax.drafts.several import CascadeDraft, FallbackDraft, ForestDraft
 from specdec_jax.drafts.stopping import AdaptiveStoppingDraft, StopAtMissDraft, StoppingDraft
 from specdec_jax.errors import InputError, require_count, shown
@@ -134,6 +134,20 @@ def tree_draft(
   return dataclasses.replace(spec, name=f"{spec.name}, {size}", build=build, path=None)
 
 
+def greedy_siblings(target: Loaded, draft: LoadsDraft) -> DraftSpec:
+  """Return a draft model that samples only the first of several siblings (Hu et al., 2025).
+
+  Its siblings are, in this order, a token sampled from q without the most probable tokens, and
+  these tokens. So the most probable token is the second child, below which a tree is best deep.
+  """
+  spec = draft(target)
+
+  def build(sampling: Sampling, tree: AnyTree, options=DraftOptions()) -> Draft:
+    return spec.build(sampling, tree, dataclasses.replace(options, greedy_siblings=True))
+
+  return dataclasses.replace(spec, name=f"{spec.name}, greedy siblings", build=build, path=None)
+
+
 def prompt_lookup_or_ngrams(
   target: Loaded, path: str, max_ngram: int = 3, order: int = 4
 ) -> DraftSpec:
@@ -183,24 +197,24 @@ def stop_at_miss_draft(target: Loaded, draft: LoadsDraft) -> DraftSpec:
   return dataclasses.replace(spec, name=f"{spec.name}, as far as known", build=build, path=None)
 
 
-def recycling_draft(
-  target: Loaded, draft: LoadsDraft, num_recycled: int | None = None
+def realigned_draft(
+  target: Loaded, draft: LoadsDraft, num_realigned: int | None = None
 ) -> DraftSpec:
   """Return a draft that also proposes the rest of the rejected proposal before it (SpecASR).
 
-  `num_recycled` is at most, and by default, gamma - 1: the tokens that may follow a rejected one.
+  `num_realigned` is at most, and by default, gamma - 1: the tokens that may follow a rejected one.
   """
-  if num_recycled is not None:
-    require_count("num_recycled", num_recycled)
+  if num_realigned is not None:
+    require_count("num_realigned", num_realigned)
   spec = draft(target)
 
-  def build(sampling: Sampling, tree: AnyTree, options=DraftOptions()) -> RecyclingDraft:
+  def build(sampling: Sampling, tree: AnyTree, options=DraftOptions()) -> RealignedDraft:
     rest = tree.depth - 1
-    count = rest if num_recycled is None else min(num_recycled, rest)
+    count = rest if num_realigned is None else min(num_realigned, rest)
     draft = spec.build(sampling, tree, _rereading(options, tree.depth + 1))
-    return RecyclingDraft(draft, count, len(target.vocabulary))
+    return RealignedDraft(draft, count, len(target.vocabulary))
 
-  return dataclasses.replace(spec, name=f"{spec.name}, recycled", build=build, path=None)
+  return dataclasses.replace(spec, name=f"{spec.name}, realigned", build=build, path=None)
 
 
 def _build_model(

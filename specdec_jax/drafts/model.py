@@ -184,6 +184,7 @@ def draft_tree(
       tree.num_children[above:first],
       options.independent_siblings,
       options.coupled,
+      options.greedy_siblings,
     )
     tokens.append(level_tokens)
     q.append(level_q)

@@ -120,7 +120,7 @@ def after_rejection(
   m = jnp.where(above, jnp.maximum(target - q, jnp.finfo(q.dtype).tiny), 0.0)
   s = m.sum(axis=-1)
   remains = s > 0
-  a = jnp.where(remains, s / jnp.where(remains, s + 1 - a, 1.0), jnp.where(a < 1, 0.0, 1.0))
+  a = jnp.where(remains, s / jnp.where(remains, s + (1 - a), 1.0), jnp.where(a < 1, 0.0, 1.0))
   normalized = m / jnp.where(remains, s, 1.0)[..., None]
   return a, jnp.where(remains[..., None], normalized, weights)
 

@@ -1,4 +1,4 @@
-"""Recycling: rejected draft tokens are proposed again after the correction (arXiv 2507.18181).
+"""Realignment: rejected draft tokens are proposed again after the correction (arXiv 2507.18181).
 
 In SpecASR, a rejection discards the draft tokens after the rejected one. The source of an
 encoder-decoder determines most of the text, so these tokens are often right after the correction.
@@ -22,65 +22,66 @@ from specdec_jax.errors import require_count
 from specdec_jax.models.t5 import PAD_ID
 
 
-class RecyclingState(NamedTuple):
+class RealignedState(NamedTuple):
   """State of the wrapped draft, and the tokens of the last round to propose again, or PAD_ID."""
 
   draft: Any
-  recycled: Int[Array, "B recycled"]
+  realigned: Int[Array, "B realigned"]
 
 
 @dataclasses.dataclass(frozen=True)
-class RecyclingDraft(WrappedDraft):
+class RealignedDraft(WrappedDraft):
   """A draft that proposes the chain of a wrapped draft and the rest of the chain before it.
 
-  Its tree has two branches: the chain of the wrapped draft, and the recycled tokens (`realigned`).
-  Recycled tokens are selected deterministically. Like the drafts of a `ForestDraft`, the wrapped
+  Its tree has two branches: the chain of the wrapped draft, and the realigned tokens (`realign`).
+  Realigned tokens are selected deterministically. Like the drafts of a `ForestDraft`, the wrapped
   draft does not receive the outcome of verification, so its `DraftOptions.reread` covers the tokens
   that a round may commit.
 
   Attributes:
-    num_recycled: maximum number of recycled tokens; at most gamma - 1 tokens follow a rejected one.
+    num_realigned: maximum number of realigned tokens; at most gamma - 1 tokens follow a rejected
+      one.
   """
 
-  num_recycled: int
+  num_realigned: int
   vocab_size: int
   depends_on_outcomes = True
   independent_siblings = False
 
   def __post_init__(self):
-    require_chain("a draft that recycles tokens", self.draft.tree)
+    require_chain("a draft that realigns tokens", self.draft.tree)
     require_joinable(self.draft)
-    require_count("num_recycled", self.num_recycled, 0)
+    require_count("num_realigned", self.num_realigned, 0)
 
   @property
   def tree(self) -> Tree:  # type: ignore[override]
     return self._tree_and_order[0]
 
-  def init(self, params: Any, context: Context, hidden: Float[Array, "B C E"]) -> RecyclingState:
-    recycled = jnp.full((len(context.tokens), self.num_recycled), PAD_ID)
-    return RecyclingState(self.draft.init(params, context, hidden), recycled)
+  def init(self, params: Any, context: Context, hidden: Float[Array, "B C E"]) -> RealignedState:
+    realigned = jnp.full((len(context.tokens), self.num_realigned), PAD_ID)
+    return RealignedState(self.draft.init(params, context, hidden), realigned)
 
   def propose(
-    self, params: Any, state: RecyclingState, context: Context, rng: Key[Array, " B"]
-  ) -> tuple[Proposal, RecyclingState]:
+    self, params: Any, state: RealignedState, context: Context, rng: Key[Array, " B"]
+  ) -> tuple[Proposal, RealignedState]:
     proposal, draft_state = self.draft.propose(params, state.draft, context, rng)
-    tokens, q = concatenated((proposal, Proposal(state.recycled)), self.vocab_size)
+    tokens, q = concatenated((proposal, Proposal(state.realigned)), self.vocab_size)
     order = self._tree_and_order[1]
     joined = Proposal(take(tokens, order), None if q is None else take(q, order))
     return joined, state._replace(draft=draft_state)
 
-  def observe(self, params: Any, state: RecyclingState, outcome: Outcome) -> RecyclingState:
+  def observe(self, params: Any, state: RealignedState, outcome: Outcome) -> RealignedState:
     nodes = np.argsort(self._tree_and_order[1])[: self.draft.tree.depth]
     previous, n = take(outcome.proposal.tokens, nodes), outcome.verification.num_accepted
-    recycled = realigned(previous, n, outcome.verification.next_token, self.num_recycled)
-    return state._replace(recycled=recycled)
+    realigned = realign(previous, n, outcome.verification.next_token, self.num_realigned)
+    return state._replace(realigned=realigned)
 
   @property
   def _tree_and_order(self) -> tuple[Tree, list[int]]:
-    return joined_at_root([chain(self.draft.tree.depth), chain(self.num_recycled)])
+    return joined_at_root([chain(self.draft.tree.depth), chain(self.num_realigned)])
 
 
-def realigned(
+def realign(
   chain_tokens: Int[Array, "B gamma"],
   num_accepted: Int[Array, " B"],
   correction: Int[Array, " B"],

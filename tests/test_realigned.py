@@ -1,4 +1,4 @@
-"""Test which draft tokens are recycled, and that they raise the acceptance length."""
+"""Test which draft tokens are realigned, and that they raise the acceptance length."""
 
 import functools
 
@@ -16,10 +16,10 @@ from specdec_jax.core.sampling import Sampling
 from specdec_jax.core.trees import branching, chain
 from specdec_jax.core.types import DraftOptions, Params
 from specdec_jax.core.verify.tokens import TokenVerifier
-from specdec_jax.drafts.composed import recycling_draft
+from specdec_jax.drafts.composed import realigned_draft
 from specdec_jax.drafts.model import ModelDraft
 from specdec_jax.drafts.prompt_lookup import prompt_lookup
-from specdec_jax.drafts.recycling import RecyclingDraft
+from specdec_jax.drafts.realigned import RealignedDraft
 from specdec_jax.errors import InputError
 from specdec_jax.load import checkpoint_draft
 from specdec_jax.models.t5 import T5Model
@@ -46,7 +46,7 @@ def decode(draft, draft_params):
   return out
 
 
-# The proposal of the first round, and the tokens that are recycled after it.
+# The proposal of the first round, and the tokens that are realigned after it.
 ALIGNED = {
   "a wrong token is replaced": ([2, WRONG, 4, 5], [4, 5, 0]),
   "the first token is wrong": ([WRONG, 3, 4, 5], [3, 4, 5]),
@@ -63,18 +63,18 @@ ALIGNED = {
 def test_rest_of_the_proposal_is_aligned_with_the_correction():
   script = np.zeros((len(ALIGNED), LIMIT), np.int32)
   script[:, 1:5] = [proposal for proposal, _ in ALIGNED.values()]
-  draft = RecyclingDraft(tiny.ScriptedDraft(chain(4)), 3, V)
+  draft = RealignedDraft(tiny.ScriptedDraft(chain(4)), 3, V)
   draft_tokens = np.asarray(decode(draft, jnp.asarray(script)).rounds.draft_tokens)
-  assert not draft_tokens[0, :, 1::2].any()  # the first round has nothing to recycle
-  recycled = dict(zip(ALIGNED, draft_tokens[1, :, 1::2].tolist()))
-  assert recycled == {name: expected for name, (_, expected) in ALIGNED.items()}
+  assert not draft_tokens[0, :, 1::2].any()  # the first round has nothing to realign
+  realigned = dict(zip(ALIGNED, draft_tokens[1, :, 1::2].tolist()))
+  assert realigned == {name: expected for name, (_, expected) in ALIGNED.items()}
 
 
 def second_token_is_wrong(params, proposal):
   return proposal._replace(tokens=proposal.tokens.at[:, 1].set(WRONG))
 
 
-def test_recycled_tokens_are_accepted_where_the_draft_is_wrong_again():
+def test_realigned_tokens_are_accepted_where_the_draft_is_wrong_again():
   """The draft proposes five tokens, of which the second is always wrong.
 
   Alone it emits two tokens per round. The three tokens after the wrong one are right in the next
@@ -82,16 +82,16 @@ def test_recycled_tokens_are_accepted_where_the_draft_is_wrong_again():
   """
   draft = tiny.ChangedDraft(tiny.ScriptedDraft(chain(5)), second_token_is_wrong)
   params = jnp.array([[0, *TEXT]])
-  alone, recycling = (decode(each, params) for each in (draft, RecyclingDraft(draft, 4, V)))
+  alone, realigned = (decode(each, params) for each in (draft, RealignedDraft(draft, 4, V)))
   assert np.asarray(alone.rounds.num_emitted)[:, 0].tolist() == [2] * 8 + [0] * 8
-  assert np.asarray(recycling.rounds.num_emitted)[:, 0].tolist() == [2, 4, 2, 4, 2, 2] + [0] * 10
+  assert np.asarray(realigned.rounds.num_emitted)[:, 0].tolist() == [2, 4, 2, 4, 2, 2] + [0] * 10
 
 
 @pytest.mark.slow
 def test_draft_model_rereads_the_tokens_that_it_did_not_propose():
-  """In rounds that accept recycled tokens, the model proposes as after rereading the whole text.
+  """In rounds that accept realigned tokens, the model proposes as after rereading the whole text.
 
-  To accept recycled tokens in each round, they are replaced by the next tokens of the target.
+  To accept realigned tokens in each round, they are replaced by the next tokens of the target.
   """
   config = tiny.config(layers=1)
   target, params, draft_params = T5Model(config), tiny.params(config, 0), tiny.params(config, 1)
@@ -100,7 +100,7 @@ def test_draft_model_rereads_the_tokens_that_it_did_not_propose():
     target, params, prompt, keys, max_new_tokens=LIMIT, sampling=GREEDY, eos_id=-1
   ).tokens
   draft = ModelDraft(target, GREEDY, chain(4), DraftOptions(reread=5))
-  draft = RecyclingDraft(draft, 3, config.vocab_size)
+  draft = RealignedDraft(draft, 3, config.vocab_size)
   decoder = Decoder(target, draft, TokenVerifier(GREEDY), eos_id=-1)
   step = jax.jit(functools.partial(decoder.round, Params(params, draft_params)))
   state = tiny.start(target, draft, params, draft_params, prompt, LIMIT)
@@ -110,22 +110,22 @@ def test_draft_model_rereads_the_tokens_that_it_did_not_propose():
   for r in range(3):
     following = gather(text, state.length[:, None] - 1 + jnp.arange(3))
     expected = propose(state.context)
-    state = step(state._replace(draft_state=state.draft_state._replace(recycled=following)))
+    state = step(state._replace(draft_state=state.draft_state._replace(realigned=following)))
     np.testing.assert_array_equal(state.rounds.draft_tokens[r][:, [0, 2, 4, 6]], expected)
     assert (state.rounds.num_accepted[r] >= 3).all()
 
 
-def test_recycling_draft_of_a_pair():
+def test_realigned_draft_of_a_pair():
   target = tiny_pair.pair().target
   near = functools.partial(checkpoint_draft, model=str(tiny_pair.folder() / "near"))
-  factory = recycling_draft(target, near)
-  assert factory.name == "near, recycled"
+  factory = realigned_draft(target, near)
+  assert factory.name == "near, realigned"
   assert factory.build(GREEDY, chain(3)).tree.parents == (0, 0, 1, 2, 3)
   assert factory.build(GREEDY, chain(1)).tree == chain(1)
-  assert recycling_draft(target, near, 1).build(GREEDY, chain(3)).num_recycled == 1
-  with pytest.raises(InputError, match="num_recycled is 0"):
-    recycling_draft(target, near, 0)
+  assert realigned_draft(target, near, 1).build(GREEDY, chain(3)).num_realigned == 1
+  with pytest.raises(InputError, match="num_realigned is 0"):
+    realigned_draft(target, near, 0)
   with pytest.raises(InputError, match="proposes chains"):
-    recycling_draft(target, prompt_lookup).build(GREEDY, branching(2, 1))
+    realigned_draft(target, prompt_lookup).build(GREEDY, branching(2, 1))
   with pytest.raises(InputError, match="cannot be one of several"):
-    recycling_draft(target, lambda target: factory).build(GREEDY, chain(1))
+    realigned_draft(target, lambda target: factory).build(GREEDY, chain(1))
