@@ -29,8 +29,9 @@ from specdec_jax.core.sampling import row_keys
 from specdec_jax.core.settings import HashableArray
 from specdec_jax.core.trees import AnyTree, DynamicTree
 from specdec_jax.core.types import AnyArray, DecodeResult, Rounds
+from specdec_jax.data.vocabulary import padded
 from specdec_jax.errors import InputError, require_count, require_seed, require_text
-from specdec_jax.measure.calibrate import resolve_tree
+from specdec_jax.measure.calibrate import given_tree, resolve_tree
 from specdec_jax.measure.rounds import Round, read_rounds, round_text
 from specdec_jax.pair import Pair
 
@@ -154,7 +155,7 @@ def generate(
   forced = _forced_tokens(pair, config, len(texts), decoder_input_ids, decoder_texts)
   pair.require_batch_size(batch_size)
   require_seed(seed)
-  _warn_of_truncation(pair, texts)
+  sources = _encoded(pair, texts)
   count = config.num_return_sequences or 1
   if (config.num_beams or 1) > 1:
     if tree is not None or logprobs or lenience != 1:
@@ -162,7 +163,7 @@ def generate(
         f"num_beams is {config.num_beams}, and a beam search has no tree, logprobs or lenience; "
         "leave them out, or give num_beams=1."
       )
-    return _search(pair, texts, config, gamma, batch_size, forced)
+    return _search(pair, sources, config, gamma, batch_size, forced)
   if count > 1 and config.sampling().is_argmax:
     raise InputError(
       f"num_return_sequences is {count}, and at temperature 0 all of them would be equal; "
@@ -173,10 +174,10 @@ def generate(
   call = GenerateCall(pair, config, shape, lenience, logprobs)
   can_batch_continuously = count == 1 < size < len(texts) and not forced
   if can_batch_continuously:
-    return _decode_in_slots(call, texts, size, seed)
+    return _decode_in_slots(call, sources, size, seed)
   found: list[Output] = []
   for start in range(0, len(texts), size):
-    batch = _Batch(pair, config, texts, start, size, forced, count)
+    batch = _Batch(pair, config, sources, start, size, forced, count)
     decoder = call.decoder((batch.forced_prefix,) if forced else ())
     keys = sample_keys(seed, start, size, count)
     options: dict[str, Any] = {"num_samples": count} if count > 1 else {}
@@ -210,11 +211,11 @@ def stream(
   require_text("text", text)
   require_seed(seed)
   text = prefix + text
-  _warn_of_truncation(pair, [text])
+  sources = _encoded(pair, [text])
   call = GenerateCall(
     pair, config, _tree(pair, [text], gamma, tree, config, 1, seed, lenience), lenience
   )
-  decoder, batch = call.decoder(), _Batch(pair, config, [text], 0, 1, None)
+  decoder, batch = call.decoder(), _Batch(pair, config, sources, 0, 1, None)
   state = _init(decoder, pair.params, batch.prompt, sample_keys(seed, 0, 1, 1), **batch.options)
   num_sent, done = 0, False
   while not done:
@@ -305,18 +306,18 @@ def beam_search(
     For each source, the outputs in descending order of their scores: the texts that ended, at
     most `beams`; or `beams` incomplete texts if none ended before the limit.
   """
-  _require_texts(texts)
+  sources = _encoded(pair, _require_texts(texts))
   require_count("gamma", gamma, 0)
   require_count("max_new_tokens", max_new_tokens)
   pair.require_batch_size(batch_size)
   searcher = pair.beam_searcher(beams, gamma, draft_beams, length_penalty, nodes)
   config = GenerationConfig(max_new_tokens=max_new_tokens)
-  return _search_batches(pair, lambda: searcher, texts, config, batch_size, None)
+  return _search_batches(pair, lambda: searcher, sources, config, batch_size, None)
 
 
 def _search(
   pair: Pair,
-  texts: Sequence[str],
+  sources: Sequence[Sequence[int]],
   config: GenerationConfig,
   gamma: int | str | None,
   batch_size: int,
@@ -350,22 +351,22 @@ def _search(
       early_stopping=config.early_stopping or False,
     )
 
-  found = _search_batches(pair, searcher, texts, config, batch_size, forced)
+  found = _search_batches(pair, searcher, sources, config, batch_size, forced)
   return [output for outputs in found for output in outputs[:count]]
 
 
 def _search_batches(
   pair: Pair,
   searcher: Callable[..., BeamSearcher],
-  texts: Sequence[str],
+  sources: Sequence[Sequence[int]],
   config: GenerationConfig,
   batch_size: int,
   forced: list[list[int]] | None,
 ) -> list[list[Output]]:
   found: list[list[Output]] = []
   eos_ids = config.eos_ids(pair.vocabulary.eos_id)
-  for start in range(0, len(texts), batch_size):
-    batch = _Batch(pair, config, texts, start, batch_size, forced)
+  for start in range(0, len(sources), batch_size):
+    batch = _Batch(pair, config, sources, start, batch_size, forced)
     of_batch = [batch.forced_prefix] if forced else []
     result = searcher(*of_batch).run(pair.params, batch.prompt, **batch.options)
     result = jax.device_get(result)
@@ -373,7 +374,7 @@ def _search_batches(
     for row in zip(result.tokens, result.lengths, result.scores.tolist(), strict=True):
       outputs = zip(*row, strict=True)
       found.append([_candidate(pair, t[:n], score, eos_ids) for t, n, score in outputs if n])
-  return found[: len(texts)]
+  return found[: len(sources)]
 
 
 def _candidate(pair: Pair, tokens: np.ndarray, score: float, eos_ids: Sequence[int]) -> Output:
@@ -403,17 +404,17 @@ class _Batch:
     self,
     pair: Pair,
     config: GenerationConfig,
-    texts: Sequence[str],
+    sources: Sequence[Sequence[int]],
     start: int,
     size: int,
     forced: Sequence[Sequence[int]] | None,
     count: int = 1,
   ):
-    rows = [row if row < len(texts) else start for row in range(start, start + size)]
-    batch = [texts[row] for row in rows]
+    rows = [row if row < len(sources) else start for row in range(start, start + size)]
+    batch = [sources[row] for row in rows]
     # Sizes are rounded up, so that few programs are compiled.
-    longest = max(len(pair.encode(text)) for text in batch)
-    self.prompt = pair.prompt(batch, batching.size_of_sources(longest))
+    width = batching.size_of_sources(max(map(len, batch)))
+    self.prompt = jnp.asarray(padded(batch, width, pair.vocabulary.pad_id))
     self._forced = [forced[row] if forced else () for row in rows for _ in range(count)]
     self.num_forced = np.array([*map(len, self._forced)], np.int32)
     prompts = np.asarray(self.prompt).repeat(count, axis=0)
@@ -501,16 +502,16 @@ class GenerateCall:
 
 
 def _decode_in_slots(
-  call: GenerateCall, texts: Sequence[str], num_slots: int, seed: int
+  call: GenerateCall, sources: Sequence[Sequence[int]], num_slots: int, seed: int
 ) -> list[Output]:
-  pair, batch = call.pair, _Batch(call.pair, call.config, texts, 0, len(texts), None)
+  pair, batch = call.pair, _Batch(call.pair, call.config, sources, 0, len(sources), None)
   found = batching.decode_texts(
     call.decoder(),
     pair.params,
     batching.Texts(
       batch.prompt.__getitem__,
-      [len(pair.encode(text)) for text in texts],
-      sample_keys(seed, 0, len(texts), 1),
+      [*map(len, sources)],
+      sample_keys(seed, 0, len(sources), 1),
       batch.limits,
     ),
     num_slots=num_slots,
@@ -518,7 +519,7 @@ def _decode_in_slots(
     has_encoder=not pair.continues,
   )
   outputs = {i: call.output(result, row) for i, result, row in found}
-  return [outputs[i] for i in range(len(texts))]
+  return [outputs[i] for i in range(len(sources))]
 
 
 def _tree(
@@ -532,9 +533,12 @@ def _tree(
   lenience: float,
 ) -> AnyTree:
   """Return the tree of draft tokens of a call of `generate`, which may calibrate first."""
+  gamma = 5 if gamma is None else gamma
+  if (fixed := given_tree(gamma, tree)) is not None:
+    return fixed
   longest = config.max_new_tokens or config.max_length or DEFAULT_NEW_TOKENS
   settings = DecodeSettings(config.sampling(), batch_size, longest, seed, lenience)
-  return resolve_tree(5 if gamma is None else gamma, tree, pair, texts, settings, _LOG.info)
+  return resolve_tree(gamma, tree, pair, texts, settings, _LOG.info)
 
 
 def sample_keys(seed: int, start: int, size: int, count: int) -> Array:
@@ -580,14 +584,17 @@ _init = jax.jit(Decoder.init, static_argnames=("max_new_tokens", "num_samples"))
 _round = jax.jit(Decoder.round)
 
 
-def _warn_of_truncation(pair: Pair, texts: Sequence[str]) -> None:
-  count = sum(len(pair.vocabulary.encode(text)) > pair.max_source_tokens for text in texts)
+def _encoded(pair: Pair, texts: Sequence[str]) -> list[list[int]]:
+  """Return the token ids of each text, and warn of texts that are truncated."""
+  rows = [*map(pair.vocabulary.encode, texts)]
+  count = sum(len(row) > pair.max_source_tokens for row in rows)
   if count:
     warnings.warn(
       f"{count} of {len(texts)} texts have more than max_source_tokens "
       f"({pair.max_source_tokens}) tokens, and were truncated.",
       stacklevel=4,
     )
+  return [*map(pair.truncated, rows)]
 
 
 def _require_texts(texts: Sequence[str]) -> Sequence[str]:

@@ -296,7 +296,11 @@ class Pair:
 
   def encode(self, text: str) -> list[int]:
     """Return the token ids of a source, truncated as `max_source_tokens` says."""
-    ids, most = self.vocabulary.encode(text), self.max_source_tokens
+    return self.truncated(self.vocabulary.encode(text))
+
+  def truncated(self, ids: list[int]) -> list[int]:
+    """Return the token ids of a source without those that `max_source_tokens` excludes."""
+    most = self.max_source_tokens
     if len(ids) <= most:
       return ids
     num_end_tokens = min(self.vocabulary.num_end_tokens, most)
