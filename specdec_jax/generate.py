@@ -110,6 +110,7 @@ def generate(
   decoder_input_ids: Sequence[Sequence[int]] | None = None,
   decoder_texts: Sequence[str] | None = None,
   logprobs: bool = False,
+  fixed_width: bool = False,
   **settings: Any,
 ) -> list[Output]:
   """Generate outputs by speculative decoding; if `num_beams` > 1, by speculative beam search.
@@ -137,6 +138,9 @@ def generate(
     decoder_texts: the same sequences as target texts, which follow `forced_bos_token_id`; give at
       most one of the two arguments.
     logprobs: whether outputs have log-probabilities. Not for a beam search.
+    fixed_width: whether to decode autoregressively in passes of the width that gamma or tree give
+      a round. On an accelerator, outputs are then equal to those of speculation in every bit
+      (docs/exactness.md). Not for a beam search.
     settings: fields of `GenerationConfig`: `max_new_tokens`, `temperature`, `num_beams`,
       `repetition_penalty` and others, with the names of transformers. They take precedence over
       the settings of the task and of the checkpoint (`Loaded.generation`).
@@ -158,10 +162,10 @@ def generate(
   sources = _encoded(pair, texts)
   count = config.num_return_sequences or 1
   if (config.num_beams or 1) > 1:
-    if tree is not None or logprobs or lenience != 1:
+    if tree is not None or logprobs or fixed_width or lenience != 1:
       raise InputError(
-        f"num_beams is {config.num_beams}, and a beam search has no tree, logprobs or lenience; "
-        "leave them out, or give num_beams=1."
+        f"num_beams is {config.num_beams}, and a beam search has no tree, logprobs, fixed_width or "
+        "lenience; leave them out, or give num_beams=1."
       )
     return _search(pair, sources, config, gamma, batch_size, forced)
   if count > 1 and config.sampling().is_argmax:
@@ -171,7 +175,7 @@ def generate(
     )
   size = max(1, batch_size // count)
   shape = _tree(pair, texts, gamma, tree, config, size * count, seed, lenience)
-  call = GenerateCall(pair, config, shape, lenience, logprobs)
+  call = GenerateCall(pair, config, shape, lenience, logprobs, fixed_width)
   can_batch_continuously = count == 1 < size < len(texts) and not forced
   if can_batch_continuously:
     return _decode_in_slots(call, sources, size, seed)
@@ -442,6 +446,7 @@ class GenerateCall:
   tree: AnyTree
   lenience: float = 1.0
   logprobs: bool = False
+  fixed_width: bool = False
 
   @functools.cached_property
   def eos_ids(self) -> tuple[int, ...]:
@@ -460,6 +465,7 @@ class GenerateCall:
       HashableArray(np.array(eos_ids, np.int32)) if len(eos_ids) > 1 else eos_ids[0],
       (*processors, *more_processors),
       self.logprobs,
+      self.fixed_width,
     )
 
   def output(self, result: DecodeResult, row: int, is_complete: bool = True) -> Output:

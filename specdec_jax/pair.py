@@ -18,7 +18,15 @@ from specdec_jax.core.processors import Processors
 from specdec_jax.core.sampling import Sampling
 from specdec_jax.core.settings import HashableArray
 from specdec_jax.core.trees import AnyTree, chain
-from specdec_jax.core.types import DecodeResult, DraftOptions, DraftSpec, Loaded, Params, Verifier
+from specdec_jax.core.types import (
+  DecodeResult,
+  Draft,
+  DraftOptions,
+  DraftSpec,
+  Loaded,
+  Params,
+  Verifier,
+)
 from specdec_jax.core.verify.tokens import TokenVerifier
 from specdec_jax.data.vocabulary import Vocabulary, padded
 from specdec_jax.errors import InputError, require_count
@@ -149,6 +157,7 @@ class Pair:
     eos_id: int | HashableArray | None = None,
     processors: Processors = (),
     logprobs: bool = False,
+    fixed_width: bool = False,
   ) -> Decoder:
     """Return the speculative decoder of this pair. Its methods take the `params` of this pair.
 
@@ -158,16 +167,19 @@ class Pair:
       lenience: lenience of the verifier (Appendix A.5); 1 is exact.
       eos_id: token that ends a text, or several; None for the vocabulary's.
       processors: logits processors; they apply to the target, and to a draft that has logits.
+      fixed_width: whether to decode autoregressively, but in passes over as many nodes as the tree
+        has, so that the target runs the same program as with the draft.
 
     Raises:
       InputError: the verifier does not support lenience, or cannot verify the draft's proposals.
     """
     eos_id = self.vocabulary.eos_id if eos_id is None else eos_id
-    if not tree.num_draft_tokens:
+    if fixed_width or not tree.num_draft_tokens:
       verifier = self.verifier_for(sampling)
       if not verifier.uses_position_keys:  # whose samples are those of autoregressive decoding
         verifier = TokenVerifier(sampling)
-      return Decoder(self.target.model, NullDraft(), verifier, eos_id, processors, logprobs)
+      draft: Draft = NullDraft(self.proposed_tree(sampling, tree), token=-1)
+      return Decoder(self.target.model, draft, verifier, eos_id, processors, logprobs)
     verifier = self.verifier_for(sampling, lenience)
     independent = verifier.needs_independent_siblings
     options = DraftOptions(processors, verifier.uses_position_keys, independent)
@@ -191,9 +203,10 @@ class Pair:
     lenience: float = 1.0,
     eos_id: int | None = None,
     processors: Processors = (),
+    fixed_width: bool = False,
   ) -> Callable[..., DecodeResult]:
     """Return `decoder(...).run` with the parameters of this pair bound."""
-    decoder = self.decoder(sampling, tree, lenience, eos_id, processors)
+    decoder = self.decoder(sampling, tree, lenience, eos_id, processors, fixed_width=fixed_width)
     return functools.partial(decoder.run, self.params)
 
   def processors(self, generation: GenerationConfig) -> Processors:

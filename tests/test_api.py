@@ -69,6 +69,18 @@ def test_generate_returns_the_texts_of_the_target(batch_size=2):
     assert text.acceptance_length == length / len(text.rounds.draft_tokens) > 1
 
 
+@pytest.mark.parametrize("dtype", ["float32", pytest.param("bfloat16", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("shape", [dict(gamma=3), dict(tree=(0, 0, 1, 1))])
+def test_passes_of_equal_width_give_equal_bits(shape, dtype):
+  pair, settings = tiny_pair.pair(dtype=dtype, kernels="xla"), dict(shape, logprobs=True, **SHORT)
+  ours = pair.generate(TEXTS, batch_size=3, **settings)
+  fixed = pair.generate(TEXTS, batch_size=3, fixed_width=True, **settings)
+  for one, other in zip(ours, fixed, strict=True):
+    assert one.tokens.tolist() == other.tokens.tolist()
+    np.testing.assert_array_equal(one.logprobs, other.logprobs)
+    assert (other.rounds.num_emitted == 1).all() and len(one.tokens) > len(one.rounds.num_emitted)
+
+
 def test_output_shows_its_rounds(capsys, monkeypatch):
   (output,) = own_pair().generate(TEXTS[:1], tree=(0, 0, 1), **SHORT)
   assert "".join(w for r in output.round_texts for w in r.emitted).strip()[:4] == output.text[:4]

@@ -75,7 +75,7 @@ def _folder() -> tempfile.TemporaryDirectory:
 
 
 @functools.cache
-def pair(draft: str = "near", max_source_tokens: int = 24) -> Pair:
+def pair(draft: str = "near", max_source_tokens: int = 24, **options: Any) -> Pair:
   """Return the target with one of the drafts of `folder`.
 
   The limit on source tokens truncates all of SENTENCES to one width.
@@ -86,6 +86,7 @@ def pair(draft: str = "near", max_source_tokens: int = 24) -> Pair:
     vocabulary=str(folder() / "vocabulary.model"),
     task="tiny",
     max_source_tokens=max_source_tokens,
+    **options,
   )
 
 

@@ -44,6 +44,7 @@ def check_exactness(
   dynamic: Sequence[tuple[int, int]] | None = None,
   long_tokens: int = 160,
   generation: GenerationConfig | None = None,
+  fixed_width: bool = False,
 ) -> None:
   """Check whether a pair is exact in each setting; exit with status 1 if a check fails.
 
@@ -70,6 +71,8 @@ def check_exactness(
       the target has too few positions. The last gamma (without gammas, the last shape) is checked
       with long outputs: outputs at temperature 0, and rounds with the first sampling method above.
     generation: settings of logits processors, which apply in all checks except the first.
+    fixed_width: whether outputs at temperature 0 are compared with those of passes of equal width
+      (`generate`), where no bit may differ.
 
   Raises:
     InputError: there is nothing to check, an argument is out of range, the verifier is lossy, the
@@ -106,7 +109,9 @@ def check_exactness(
     require_count("the number of a tree's draft tokens", shape.num_draft_tokens)
   for size in batch_sizes:
     pair.require_batch_size(size)
-  check = Checker(pair, texts, shapes, max(batch_sizes), max_new_tokens, long_tokens, generation)
+  check = Checker(
+    pair, texts, shapes, max(batch_sizes), max_new_tokens, long_tokens, generation, fixed_width
+  )
 
   sampled = [sampling for sampling in samplings if sampling.temperature > 0]
   argmax = [sampling for sampling in samplings if sampling.temperature == 0]

@@ -88,17 +88,19 @@ class DecodeState(NamedTuple):
 class NullDraft(Draft):
   """Draft that takes no time. By default it proposes no tokens: decoding is autoregressive.
 
-  With a tree, every draft token is token 0. The time of a round is then the time of all parts
-  except drafting.
+  With a tree, every draft token is `token`. The time of a round is then the time of all parts
+  except drafting. Token -1 is never accepted: decoding is then autoregressive in passes over all
+  nodes of the tree.
   """
 
   tree: AnyTree = chain(0)
+  token: int = 0
 
   def propose(
     self, params: Any, state: Any, context: Context, rng: Key[Array, " B"]
   ) -> tuple[Proposal, Any]:
     batch = len(context.tokens)
-    draft_tokens = jnp.zeros((batch, self.tree.num_draft_tokens), jnp.int32)
+    draft_tokens = jnp.full((batch, self.tree.num_draft_tokens), self.token, jnp.int32)
     return Proposal(draft_tokens, tree=placeholder_shape(self.tree, batch)), state
 
 
