@@ -145,7 +145,7 @@ def test_glancing_shows_a_share_of_the_wrong_tokens_and_leaves_them_out_of_the_l
 
 def test_trees_that_the_head_cannot_propose_raise():
   head, target = case().head, t5().target.config
-  with pytest.raises(InputError, match="up to 3 draft tokens"):
+  with pytest.raises(InputError, match="at most 3 consecutive draft tokens"):
     head.draft(target, RANDOM, chain(4), DraftOptions())
   with pytest.raises(InputError, match="candidates"):
     head.draft(target, RANDOM, DynamicTree(500, 2), DraftOptions())

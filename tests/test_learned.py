@@ -417,7 +417,7 @@ def test_trained_head_is_loaded_as_a_draft_and_its_score_has_improved(trained):
   plain = pair.decode_fn(GREEDY, chain(0))(prompt, keys, max_new_tokens=LIMIT)
   ours = pair.decode_fn(GREEDY, chain(4))(prompt, keys, max_new_tokens=LIMIT)
   np.testing.assert_array_equal(ours.tokens, plain.tokens)
-  with pytest.raises(InputError, match="makes up to 4 draft tokens"):
+  with pytest.raises(InputError, match="at most 4 consecutive draft tokens"):
     pair.draft.build(GREEDY, chain(5))
 
 

@@ -177,7 +177,7 @@ def test_pieces_of_a_stream_concatenate_to_the_answer(running):
     pieces = [chunk.choices[0] for chunk in chunks if chunk.choices[0].index == choice.index]
     assert "".join(piece.text for piece in pieces) == choice.text
     assert [piece.finish_reason for piece in pieces[:-1]] == [None] * (len(pieces) - 1)
-    assert pieces[-1].finish_reason == choice.finish_reason and len(pieces) > 2
+    assert pieces[-1].finish_reason == choice.finish_reason and len(pieces) > 1
     for name in ("tokens", "token_logprobs", "text_offset"):
       parts = [value for piece in pieces for value in getattr(piece.logprobs, name)]
       assert parts == getattr(choice.logprobs, name)
@@ -344,7 +344,7 @@ def test_settings_of_the_command_are_defaults_of_requests(monkeypatch):
 
 def test_largest_lists_are_accepted(running):
   words = [[5] * 64, *([6 + i % 50] * 2 for i in range(1023))]
-  fields = dict(bad_words_ids=words, eos_token_id=[1, *range(1024, 2047)], stop="a" * 256)
+  fields = dict(bad_words_ids=words, eos_token_id=[1] * 1024, stop="a" * 256)
   assert running.complete(**fields).choices[0].text
 
 
@@ -459,7 +459,9 @@ def test_offsets_are_those_of_the_characters_of_tokens(size):
     rows = np.ones((end, 1), np.int32)
     rounds = Rounds(np.zeros((end, 1, 0), np.int32), 0 * rows, rows, rows)
     logprobs = np.stack([-np.arange(end)] * 2, axis=-1)[None]
-    result = DecodeResult(np.array([tokens[:end]]), [end], rounds, end, -rows[:1, 0], logprobs)
+    result = DecodeResult(
+      np.array([tokens[:end]]), np.array([end]), rounds, end, -rows[:1, 0], logprobs
+    )
     choice.update(result, done=end == len(tokens))
     sent += [piece] if (piece := choice.take()) else []
   assert "".join(piece["text"] for piece in sent) == "a€b🎉"

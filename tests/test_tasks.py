@@ -277,9 +277,7 @@ def texts_of(monkeypatch):
 
   def read(*files, bindings=""):
     gin.clear_config()
-    for file in files:
-      gin.parse_config_file(f"gin/{file}.gin")
-    gin.parse_config(bindings)
+    command.parse_gin([f"gin/{file}.gin" for file in files], bindings.splitlines())
     experiment = gin.query_parameter("run.run.experiment").selector
     return copy.deepcopy(
       gin.query_parameter(f"{experiment}.texts")

@@ -265,7 +265,8 @@ def compare(plain: BeamResult, other: BeamResult) -> tuple[np.ndarray, np.ndarra
     For each row, whether both searches found the same texts, and whether they did so only because
     of the exceptions.
   """
-  scores, other_scores = np.asarray(plain.scores), np.asarray(other.scores)
+  lowest = -1e9  # of a rank without a text, whose score is -inf
+  scores, other_scores = np.maximum(plain.scores, lowest), np.maximum(other.scores, lowest)
   equal_scores = (np.abs(scores - other_scores) <= TIE).all(axis=1)
   differ = (np.asarray(plain.tokens) != np.asarray(other.tokens)).any(axis=2)  # [B, w]
   near = np.abs(scores[:, :, None] - scores[:, None]) <= 2 * TIE

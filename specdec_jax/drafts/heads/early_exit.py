@@ -68,6 +68,8 @@ class EarlyExitModel(WrappedModel):
 class EarlyExitHead(DraftHead):
   """Learned draft head after some decoder layers of the target, in ascending order."""
 
+  uses_target_logits = True
+
   kind: str = "early_exit"
   layers: tuple[int, ...] = (0,)
 

@@ -72,6 +72,8 @@ class PaSSDraft(Draft):
 class PassHead(DraftHead):
   """Learned draft head of PaSS: gamma - 1 look-ahead embeddings of width E."""
 
+  uses_target_logits = True
+
   kind: str = "pass"
   gamma: int = 8
 
