@@ -1,0 +1,195 @@
+"""Count the kernels of a program that is compiled for a GPU, and predict its time from their bytes.
+
+A GPU runs a program as a sequence of kernels. Each takes a fixed time, or that of its bytes if this
+is longer. The optimized HLO text lists the kernels; no program is run.
+"""
+
+import collections
+import re
+from collections.abc import Iterable, Mapping
+from typing import NamedTuple
+
+from experiments.tpu_v4.hlo import Computations, Instruction, parse, trip_count
+
+# Instructions that name a value, or that other instructions have counted.
+_FREE = set(
+  "parameter constant tuple get-tuple-element bitcast after-all opt-barrier add-dependency domain "
+  "partition-id replica-id copy-done async-done async-update fusion-done".split()
+)
+_BITS = {"pred": 8, "token": 0, "c64": 64}  # of dtypes whose name does not end in their bits
+_VIEWS = {"bitcast", "reshape", "convert", "copy", "transpose"}
+PARTS = "draft", "target", "rest"  # scopes of `experiments.tpu_v4.compile`
+KINDS = "matmul", "attention", "norm", "write", "other"
+
+
+class Kernel(NamedTuple):
+  """Kernels of one kind.
+
+  Attributes:
+    part: one of PARTS.
+    kind: one of KINDS. A product of one row and a matrix that is compiled to several kernels has
+      several kernels of the kind 'matmul'.
+    num_bytes: bytes that the kernel has to read and write. Of an operand that is only sliced or
+      indexed, the part that is taken counts; of an array that is updated in place, the update.
+  """
+
+  part: str
+  kind: str
+  num_bytes: int
+
+
+Kernels = Mapping[Kernel, float]  # -> how often it runs
+
+
+class Model(NamedTuple):
+  """Time of a kernel: max(`fixed_us`, bytes / bandwidth)."""
+
+  fixed_us: float
+  gb_per_s: float
+
+  def us(self, kernels: Kernels) -> float:
+    """Return the microseconds that kernels take."""
+    return sum(
+      n * max(self.fixed_us, k.num_bytes / self.gb_per_s / 1e3) for k, n in kernels.items()
+    )
+
+
+def fitted(measured_us: Iterable[tuple[Kernels, float]]) -> Model:
+  """Return the model with the smallest squared relative error for programs of measured times."""
+  programs = [*measured_us]
+
+  def error(model: Model) -> float:
+    return sum((model.us(kernels) / us - 1) ** 2 for kernels, us in programs)
+
+  grid = (Model(f / 100, b) for f in range(50, 301, 2) for b in range(2000, 3360, 10))
+  return min(grid, key=error)
+
+
+def kernels(hlo: str) -> collections.Counter[Kernel]:
+  """Return the kernels of one run of a program, from its optimized HLO text.
+
+  A loop runs as often as it says, or once if it does not; of a conditional, the branch with the
+  most kernels runs. Each instruction of the program that is not merely a name is a kernel.
+  """
+  computations, entry = parse(re.sub(r"/\*.*?\*/", "", hlo))
+  return _of(computations, entry, "rest")
+
+
+def deeper(one: Kernels, two: Kernels, num_layers: int) -> dict[Kernel, float]:
+  """Return the kernels of `num_layers` layers, from programs of one layer and of two."""
+  more = num_layers - 1
+  found = {k: one.get(k, 0) + more * (two.get(k, 0) - one.get(k, 0)) for k in {*one, *two}}
+  return {kernel: n for kernel, n in found.items() if n}
+
+
+def _of(computations: Computations, name: str, part: str) -> collections.Counter[Kernel]:
+  found: collections.Counter[Kernel] = collections.Counter()
+  for instruction in computations[name].values():
+    part = _part(computations, instruction) or part
+    if instruction.op in _FREE:
+      continue
+    if instruction.op in ("call", "async-start"):
+      for callee in instruction.calls("to_apply|calls|called_computations"):
+        found += _of(computations, callee, part)
+    elif instruction.op == "while":
+      times = trip_count(computations, name, instruction)
+      for callee in instruction.calls("body|condition"):
+        of_callee = _of(computations, callee, part)
+        found += collections.Counter({kernel: times * n for kernel, n in of_callee.items()})
+    elif instruction.op == "conditional":
+      branches = instruction.calls("true_computation|false_computation|branch_computations")
+      found += max((_of(computations, each, part) for each in branches), key=lambda x: x.total())
+    else:
+      kind = _kind(computations, instruction)
+      found[Kernel(part, kind, _kernel_bytes(computations, name, instruction))] += 1
+  return found
+
+
+def _names(computations: Computations, instruction: Instruction) -> list[str]:
+  """Return the JAX names of an instruction, its own first, then those of what is fused in it."""
+  own = re.findall('op_name="(.*?)"', instruction.line)
+  callees = instruction.calls("calls")
+  return own + [
+    name
+    for callee in callees
+    for inner in computations[callee].values()
+    for name in _names(computations, inner)
+  ]
+
+
+def _part(computations: Computations, instruction: Instruction) -> str | None:
+  """Return the scope of an instruction; None, if it has no name, to count it with the one before."""
+  names = [name for name in _names(computations, instruction) if name.startswith("jit(")]
+  if not names:
+    return None
+  scope = re.search("/(draft|target)/", names[0])
+  return scope[1] if scope else "rest"
+
+
+def _ops(computations: Computations, instruction: Instruction) -> set[str]:
+  ops = {instruction.op}
+  for callee in instruction.calls("calls"):
+    ops = ops.union(*(_ops(computations, inner) for inner in computations[callee].values()))
+  return ops
+
+
+def _kind(computations: Computations, instruction: Instruction) -> str:
+  names, ops = _names(computations, instruction), _ops(computations, instruction)
+  name = names[0] if names else ""
+  if "dynamic-update-slice" in ops or "scatter" in ops:
+    return "write"
+  if "_matmul/" in name or "custom-call" in ops or ("dot" in ops and "attention" not in name):
+    return "matmul"
+  if re.search(r"attention[^/]*/[^/]*(dot_general|reduce_max|reduce_sum|div|exp|sub|add)$", name):
+    return "attention"
+  return "norm" if "norm/" in name else "other"
+
+
+def _kernel_bytes(computations: Computations, name: str, instruction: Instruction) -> int:
+  if instruction.op != "fusion":
+    shapes = [computations[name][x].shape for x in instruction.operands if x in computations[name]]
+    return array_bytes(instruction.shape) + sum(map(array_bytes, shapes))
+  (callee,) = instruction.calls("calls")
+  body = computations[callee]
+  users = collections.defaultdict(list)
+  for each, inner in body.items():
+    for operand in inner.operands:
+      users[operand].append(each)
+
+  def read(value: str) -> int:
+    """Return the bytes of a value that its users read."""
+    total, full = 0, array_bytes(body[value].shape)
+    for user in users[value]:
+      inner = body[user]
+      if inner.op in _VIEWS and users[user]:
+        share = read(user) * full / max(1, array_bytes(inner.shape))
+      elif inner.op in ("slice", "dynamic-slice", "gather") and inner.operands[0] == value:
+        share = array_bytes(inner.shape)
+      else:
+        share = 0 if inner.op == "dynamic-update-slice" and inner.operands[0] == value else full
+      total += share
+    return round(min(full, total))
+
+  def written(value: str) -> int:
+    inner = body[value]
+    if inner.op == "tuple":
+      return sum(map(written, inner.operands))
+    while inner.op in _VIEWS and body[inner.operands[0]].op in {"dynamic-update-slice", *_VIEWS}:
+      inner = body[inner.operands[0]]
+    is_update = inner.op == "dynamic-update-slice"
+    return array_bytes(body[inner.operands[1]].shape if is_update else inner.shape)
+
+  root = next(each for each, inner in body.items() if inner.line.lstrip().startswith("ROOT"))
+  parameters = [each for each, inner in body.items() if inner.op == "parameter"]
+  return sum(map(read, parameters)) + written(root)
+
+
+def array_bytes(shape: str) -> int:
+  """Return the bytes of an array, or of all arrays of a tuple."""
+  total = 0
+  for dtype, sides in re.findall(r"([a-z]\w*)\[([\d,]*)\]", shape):
+    bits = _BITS.get(dtype) or int((re.findall(r"^[a-z]+(\d+)", dtype) or [0])[0])
+    for side in filter(None, sides.split(",")):
+      bits *= int(side)
+    total += -(-bits // 8)
+  return total

@@ -1,0 +1,362 @@
+"""Compile T5-XXL and its drafts for an H100, without one, and predict times from their kernels.
+
+  pip install -e '.[gpu_compiler]'
+  python -m experiments.gpu.predict experiments/gpu/compiled.jsonl --format markdown
+
+The model of a kernel's time has two numbers, which are fitted to two measured times: those of a
+step and of a round at batch 1 (`measured.jsonl`). A target is compiled with one and two decoder
+layers and extrapolated, because all layers but the first are equal.
+"""
+
+import argparse
+import dataclasses
+import importlib.metadata
+import json
+import pathlib
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import jax.numpy as jnp
+
+from experiments.gpu.kernels import KINDS, PARTS, Kernel, Kernels, Model, deeper, fitted, kernels
+from experiments.tpu_v4 import compile as compiler
+from specdec_jax import theory
+from specdec_jax.core.sampling import Sampling
+from specdec_jax.core.trees import AnyTree, DynamicTree
+from specdec_jax.drafts.heads import HEADS, AnyConfig, DraftHead, new_head
+from specdec_jax.measure.machine import commit
+from specdec_jax.measure.tables import Table, render
+from specdec_jax.models.sizes import t5_config
+
+TOPOLOGY = "h100:1"
+TARGET = "xxl"
+MEASURED = pathlib.Path(__file__).with_name("measured.jsonl")
+# As measured: a source of about 35 tokens, padded to a multiple of 8.
+SOURCE_TOKENS = 40
+RANKS = (0.75, 0.11, 0.04, 0.02, 0.01)  # of children; the defaults of `experiments.tpu_v4.report`
+ALPHA, MAX_GAMMA = 0.75, 12
+
+Line = dict[str, Any]  # a line of the file of compiled programs
+
+
+@dataclasses.dataclass(frozen=True)
+class Setting:
+  """A program, and what it depends on.
+
+  Attributes:
+    program: name in `experiments.tpu_v4.compile.programs`.
+    draft: a size of T5 1.1, such as 'small'; 'base, 2 layers' for a decoder of fewer layers; or a
+      kind of head, such as 'parallel', of two layers (or one: 'parallel, 1 layer') of width 1024.
+    gamma: draft tokens per round, or the depth of a tree.
+    nodes: nodes of a tree; 0 for a chain. The tree of a head is dynamic.
+  """
+
+  program: str
+  draft: str = "small"
+  gamma: int = 5
+  nodes: int = 0
+  batch_size: int = 1
+  max_new_tokens: int = 96
+  temperature: float = 0.0
+  dtype: str = "bfloat16"
+  weights: str = "float"
+
+
+_STEPS = [
+  Setting("plain step", batch_size=b, max_new_tokens=n) for b, n in ((1, 96), (8, 64), (32, 64))
+]
+_ROUNDS = [
+  Setting("round", gamma=gamma, batch_size=b, max_new_tokens=n)
+  for b, n, gamma in ((1, 96, 5), (8, 64, 3), (32, 64, 3))
+]
+_PARTS = [Setting(name) for name in ("decode step", "verify")]
+_MODELS = "small", "base", "large", "base, 2 layers", "base, 1 layer"
+_HEADS = "heads", "parallel", "eagle", "conditioned", "features"
+_DRAFTS = [
+  *(Setting("draft step", draft) for draft in _MODELS),
+  *(Setting("drafting", draft) for draft in _HEADS),
+]
+_TREES = [Setting("verify", gamma=8, nodes=nodes) for nodes in (16, 32, 64)]
+_DYNAMIC = [
+  Setting(program, "parallel", 8, nodes)
+  for nodes in (16, 32, 64)
+  for program in ("drafting", "round")
+]
+SETTINGS = [*_STEPS, *_ROUNDS, *_PARTS, *_DRAFTS, *_TREES, *_DYNAMIC]
+
+
+def compiled_kernels(setting: Setting) -> Kernels:
+  """Return the kernels of a program, compiled for an H100."""
+  _, devices = compiler.described(TOPOLOGY)
+  target = _t5(TARGET, setting)
+  draft = _draft(setting, target)
+  tree: int | AnyTree = setting.gamma
+  if setting.nodes:
+    dynamic = DynamicTree(setting.nodes - 1, setting.gamma)
+    tree = (
+      dynamic
+      if isinstance(draft, DraftHead)
+      else theory.best_tree(RANKS, setting.nodes, setting.gamma)
+    )
+  settings = compiler.CompileSettings(
+    tree, setting.batch_size, SOURCE_TOKENS, setting.max_new_tokens, Sampling(setting.temperature)
+  )
+
+  def of(target_layers: int, draft_layers: int | None) -> Kernels:
+    configs: list[Any] = [_cut(target, target_layers), _cut(draft, draft_layers)]
+    programs = compiler.programs(*configs, devices, settings)
+    return kernels(programs[setting.program]().compile().as_text() or "")
+
+  if setting.program == "drafting":
+    return of(1, None)
+  if setting.program == "draft step":
+    num_layers = 0 if isinstance(draft, DraftHead) else draft.num_decoder_layers
+    return deeper(of(1, 1), of(1, 2), num_layers)
+  return deeper(of(1, None), of(2, None), target.num_decoder_layers)
+
+
+def compile_missing(settings: Iterable[Setting], path: pathlib.Path) -> list[Line]:
+  """Compile the programs that the file `path` lacks, append them, and return all of its lines.
+
+  A line is a setting with the kernels as [part, kind, bytes, how often]. An interrupted run
+  resumes. The programs of SETTINGS take a quarter of an hour on two cores.
+  """
+  lines = read_lines(path) if path.exists() else []
+  for setting in settings:
+    if any(_is_of(line, setting) for line in lines):
+      continue
+    started = time.perf_counter()
+    found = compiled_kernels(setting)
+    line = {
+      **dataclasses.asdict(setting),
+      "kernels": sorted([*kernel, n] for kernel, n in found.items()),
+      "seconds": round(time.perf_counter() - started, 1),
+      "date": time.strftime("%Y-%m-%d", time.gmtime()),
+      "commit": commit(),
+      "jax": importlib.metadata.version("jax"),
+    }
+    with path.open("a", encoding="utf-8") as file:
+      file.write(json.dumps(line) + "\n")
+    lines.append(line)
+  return lines
+
+
+def read_lines(path: pathlib.Path) -> list[Line]:
+  return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+
+
+def kernels_of(lines: Sequence[Line], setting: Setting) -> Kernels:
+  """Return the kernels of a setting in lines of a file; the last line counts."""
+  line = [each for each in lines if _is_of(each, setting)][-1]
+  return {Kernel(part, kind, num_bytes): n for part, kind, num_bytes, n in line["kernels"]}
+
+
+def model_of_measurements(lines: Sequence[Line]) -> Model:
+  """Return the model that is fitted to the measured step and round at batch 1."""
+  times = measured_us()
+  return fitted((kernels_of(lines, s), times[s]) for s in (_STEPS[0], _ROUNDS[0]))
+
+
+def measured_us() -> dict[Setting, float]:
+  """Return the measured microseconds of steps and rounds that have the default flags of XLA."""
+  names = {"ar T0": ("plain step", 5), "gamma5 T0": ("round", 5), "gamma3 T0": ("round", 3)}
+  times: dict[Setting, float] = {}
+  for line in read_lines(MEASURED):
+    if line["name"] == "default" and line["label"] in names:
+      program, gamma = names[line["label"]]
+      tokens = int(line["tokens"])
+      setting = Setting(program, gamma=gamma, batch_size=line["batch"], max_new_tokens=tokens)
+      times.setdefault(setting, 1e3 * line["round_ms"])
+  return times
+
+
+# Tables.
+
+
+def times_table(lines: Sequence[Line]) -> Table:
+  """Return a table of predicted and measured times of steps and rounds."""
+  model, times, rows = model_of_measurements(lines), measured_us(), []
+  for setting in (*_STEPS, *_ROUNDS):
+    found = kernels_of(lines, setting)
+    us, kinds = model.us(found), _by(found, "kind")
+    name = f"round, gamma {setting.gamma}" if setting.program == "round" else "step"
+    rows.append(
+      (
+        name,
+        f"{setting.batch_size}",
+        f"{sum(found.values()):.0f}",
+        *(f"{sum(kinds[kind].values()):.0f}" for kind in KINDS),
+        f"{_megabytes(found) / 1e3:.2f}",
+        f"{us / 1e3:.2f}",
+        f"{times[setting] / 1e3:.2f}",
+        f"{100 * (us / times[setting] - 1):+.1f}%",
+      )
+    )
+  columns = "program", "batch", "kernels", *KINDS, "GB", "predicted ms", "measured ms", "difference"
+  notes = (
+    f"A kernel takes max({model.fixed_us:g} us, bytes / {model.gb_per_s:g} GB/s). Both numbers are "
+    "fitted to the step and the round at batch 1; the other rows are predictions.",
+    "Kernels of a step or a round, each draft step of a round included. GB: bytes that the kernels "
+    "read and write.",
+  )
+  return Table("Kernels and times", columns, tuple(rows), notes)
+
+
+def parts_table(lines: Sequence[Line]) -> Table:
+  """Return a table of the kernels and microseconds of each part of the round at batch 1."""
+  model, found, rows = model_of_measurements(lines), kernels_of(lines, _ROUNDS[0]), []
+  for part, of_part in {**_by(found, "part"), "all": found}.items():
+    kinds, cells = _by(of_part, "kind"), []
+    for of_kind in (of_part, *(kinds[kind] for kind in KINDS)):
+      cells.append(f"{model.us(of_kind):.0f} ({sum(of_kind.values()):.0f})")
+    at_bandwidth = 1e3 * _megabytes(of_part) / model.gb_per_s
+    rows.append((part, *cells, f"{at_bandwidth:.0f}"))
+  columns = "part", "all", *KINDS, "of bytes alone"
+  notes = (
+    "Predicted microseconds, and the number of kernels. draft: all draft steps. target: the forward "
+    "pass over six tokens. rest: verification, caches, and the records of the round.",
+    "of bytes alone: the time of all bytes at the model's bandwidth.",
+  )
+  return Table("Where the time of a round goes, gamma 5, batch 1", columns, tuple(rows), notes)
+
+
+def drafts_table(lines: Sequence[Line]) -> Table:
+  """Return a table of drafts: kernels and predicted time of a draft step, c, and the best gamma."""
+  model, rows = model_of_measurements(lines), []
+  step_us = model.us(kernels_of(lines, _STEPS[0]))
+  v_5 = model.us(kernels_of(lines, _PARTS[1])) / model.us(kernels_of(lines, _PARTS[0]))
+  for setting in _DRAFTS:
+    found = kernels_of(lines, setting)
+    steps = setting.gamma if setting.program == "drafting" else 1
+    us = model.us(found) / steps
+    speeds = {
+      gamma: float(theory.walltime_improvement(ALPHA, gamma, us / step_us, v_5))
+      for gamma in range(1, MAX_GAMMA + 1)
+    }
+    gamma = max(speeds, key=lambda each: speeds[each])
+    rows.append(
+      (
+        setting.draft,
+        f"{sum(found.values()) / steps:.0f}",
+        f"{_megabytes(found) / steps:.1f}",
+        f"{us:.0f}",
+        f"{us / step_us:.3f}",
+        f"{gamma}",
+        f"{speeds[gamma]:.2f}",
+      )
+    )
+  columns = "draft", "kernels", "MB", "us", "c", "best gamma", "speedup"
+  notes = (
+    f"For each draft token, T5-XXL, bfloat16, batch 1. Heads have two layers of width 1024, and are "
+    "compiled for gamma 5. A T5 with fewer layers has a decoder of so many.",
+    f"best gamma, speedup: Theorem 8 with c, v = {v_5:.3f} and alpha {ALPHA:g} for every draft. A "
+    "smaller draft has a smaller alpha, which must be measured.",
+  )
+  return Table("Predicted costs of drafts on an H100", columns, tuple(rows), notes)
+
+
+def trees_table(lines: Sequence[Line]) -> Table:
+  """Return a table of v for trees, and of rounds with a dynamic tree of a one-pass draft."""
+  model = model_of_measurements(lines)
+  step_us, decode_us = (model.us(kernels_of(lines, s)) for s in (_STEPS[0], _PARTS[0]))
+  rows = [("6, chain", *_cost(model, kernels_of(lines, _PARTS[1]), decode_us), "-", "-", "-", "-")]
+  for nodes in (16, 32, 64):
+    verify = kernels_of(lines, Setting("verify", gamma=8, nodes=nodes))
+    drafting, round_ = (
+      kernels_of(lines, Setting(program, "parallel", 8, nodes)) for program in ("drafting", "round")
+    )
+    ratio = f"{model.us(round_) / step_us:.3f}"
+    cells = (
+      f"{sum(drafting.values()):.0f}",
+      f"{model.us(drafting):.0f}",
+      f"{sum(round_.values()):.0f}",
+    )
+    rows.append((f"{nodes}", *_cost(model, verify, decode_us), *cells, ratio))
+  columns = "nodes", "kernels", "ms", "v", "drafting kernels", "drafting us", "round kernels"
+  notes = (
+    "kernels, ms, v: a target pass over the nodes of a static tree of depth 8, and v = its time / a "
+    "decode step.",
+    "The other columns: a head of kind `parallel`, which drafts in one pass, with a dynamic tree of "
+    "depth 8. round: time of a round / a step of autoregressive decoding, so it is the number of "
+    "tokens per round at which speculation pays.",
+  )
+  return Table("Predicted costs of trees on an H100", (*columns, "round"), tuple(rows), notes)
+
+
+TABLES: dict[str, Callable[[Sequence[Line]], Table]] = {
+  "times": times_table,
+  "parts": parts_table,
+  "drafts": drafts_table,
+  "trees": trees_table,
+}
+
+
+def table_of_file(name: str, path: str) -> Table:
+  """Return a table of a file of compiled programs, for pages."""
+  return TABLES[name](read_lines(pathlib.Path(path)))
+
+
+def _cost(model: Model, found: Kernels, decode_us: float) -> tuple[str, str, str]:
+  us = model.us(found)
+  return f"{sum(found.values()):.0f}", f"{us / 1e3:.2f}", f"{us / decode_us:.3f}"
+
+
+def _megabytes(found: Kernels) -> float:
+  return sum(n * kernel.num_bytes for kernel, n in found.items()) / 1e6
+
+
+def _by(found: Kernels, field: str) -> dict[str, dict[Kernel, float]]:
+  """Return kernels by part or kind."""
+  groups: dict[str, dict[Kernel, float]] = {
+    each: {} for each in {"part": PARTS, "kind": KINDS}[field]
+  }
+  for kernel, n in found.items():
+    groups[getattr(kernel, field)][kernel] = n
+  return groups
+
+
+def _is_of(line: Mapping[str, Any], setting: Setting) -> bool:
+  return all(line[name] == value for name, value in dataclasses.asdict(setting).items())
+
+
+def _t5(size: str, setting: Setting) -> Any:
+  """Return the configuration of a T5 1.1, laid out as it is loaded for decoding."""
+  return t5_config(
+    size,
+    dtype=jnp.dtype(setting.dtype),
+    weights=setting.weights,
+    fused=True,
+    tied_logits=False,
+  )
+
+
+def _draft(setting: Setting, target: Any) -> AnyConfig:
+  name, _, layers = setting.draft.partition(", ")
+  num_layers = int(layers.split()[0]) if layers else None
+  if name in HEADS:
+    options = dict(emb_dim=1024, mlp_dim=4096, num_decoder_layers=num_layers or 2)
+    return new_head(target, name, gamma=setting.gamma, **options)
+  config = _t5(name, setting)
+  return _cut(config, num_layers)
+
+
+def _cut(config: Any, num_layers: int | None) -> Any:
+  """Return a configuration with another number of decoder layers; with the same for None."""
+  return (
+    config if num_layers is None else dataclasses.replace(config, num_decoder_layers=num_layers)
+  )
+
+
+def main() -> None:
+  parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+  parser.add_argument("compiled", type=pathlib.Path, help="file of the compiled programs")
+  parser.add_argument("--format", default="terminal", help="terminal (default), markdown or csv")
+  args = parser.parse_args()
+  lines = compile_missing(SETTINGS, args.compiled)
+  for table in TABLES.values():
+    print(render(table(lines), args.format))
+
+
+if __name__ == "__main__":
+  main()
