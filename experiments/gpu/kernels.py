@@ -118,7 +118,7 @@ def _names(computations: Computations, instruction: Instruction) -> list[str]:
 
 
 def _part(computations: Computations, instruction: Instruction) -> str | None:
-  """Return the scope of an instruction; None, if it has no name, to count it with the one before."""
+  """Return the scope of an instruction. One without a name counts with the one before: None."""
   names = [name for name in _names(computations, instruction) if name.startswith("jit(")]
   if not names:
     return None

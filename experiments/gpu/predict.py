@@ -214,7 +214,7 @@ def parts_table(lines: Sequence[Line]) -> Table:
     rows.append((part, *cells, f"{at_bandwidth:.0f}"))
   columns = "part", "all", *KINDS, "of bytes alone"
   notes = (
-    "Predicted microseconds, and the number of kernels. draft: all draft steps. target: the forward "
+    "Predicted microseconds, and the number of kernels. draft: all draft steps. target: a forward "
     "pass over six tokens. rest: verification, caches, and the records of the round.",
     "of bytes alone: the time of all bytes at the model's bandwidth.",
   )
@@ -248,7 +248,7 @@ def drafts_table(lines: Sequence[Line]) -> Table:
     )
   columns = "draft", "kernels", "MB", "us", "c", "best gamma", "speedup"
   notes = (
-    f"For each draft token, T5-XXL, bfloat16, batch 1. Heads have two layers of width 1024, and are "
+    "For each draft token, T5-XXL, bfloat16, batch 1. Heads have two layers of width 1024 and are "
     "compiled for gamma 5. A T5 with fewer layers has a decoder of so many.",
     f"best gamma, speedup: Theorem 8 with c, v = {v_5:.3f} and alpha {ALPHA:g} for every draft. A "
     "smaller draft has a smaller alpha, which must be measured.",
@@ -275,9 +275,9 @@ def trees_table(lines: Sequence[Line]) -> Table:
     rows.append((f"{nodes}", *_cost(model, verify, decode_us), *cells, ratio))
   columns = "nodes", "kernels", "ms", "v", "drafting kernels", "drafting us", "round kernels"
   notes = (
-    "kernels, ms, v: a target pass over the nodes of a static tree of depth 8, and v = its time / a "
-    "decode step.",
-    "The other columns: a head of kind `parallel`, which drafts in one pass, with a dynamic tree of "
+    "kernels, ms, v: a target pass over the nodes of a static tree of depth 8; v is its time over "
+    "that of a decode step.",
+    "The other columns: a head of kind `parallel`, which drafts in one pass, and a dynamic tree of "
     "depth 8. round: time of a round / a step of autoregressive decoding, so it is the number of "
     "tokens per round at which speculation pays.",
   )
