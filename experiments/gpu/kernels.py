@@ -6,10 +6,14 @@ is longer. The optimized HLO text lists the kernels; no program is run.
 
 import collections
 import re
+import time
 from collections.abc import Iterable, Mapping
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+from experiments.tpu_v4.compile import Programs
+from experiments.tpu_v4.examine import LOOPS
 from experiments.tpu_v4.hlo import Computations, Instruction, parse, trip_count
+from specdec_jax.measure.tables import Table
 
 # Instructions that name a value, or that other instructions have counted.
 _FREE = set(
@@ -54,6 +58,55 @@ class Model(NamedTuple):
     )
 
 
+# Fitted to a step and a round of T5-XXL on an H100 (experiments/gpu/README.md).
+H100 = Model(1.6, 2970)
+
+
+def report(programs: Programs) -> dict[str, Any]:
+  """Compile `programs`, except the loops, and return their kernels and predicted times.
+
+  Returns:
+    'programs': for each program, its kernels by part and kind, their bytes, the predicted 'us' of
+      each part, the bytes of arguments and temporary memory, and the 'seconds' of compilation.
+  """
+  reports = {}
+  for name, lower in programs.items():
+    if name in LOOPS:
+      continue
+    started = time.perf_counter()
+    compiled = lower().compile()
+    memory: Any = compiled.memory_analysis()
+    found = kernels(compiled.as_text() or "")
+    reports[name] = {
+      "arguments": memory.argument_size_in_bytes,
+      "temporaries": memory.temp_size_in_bytes,
+      "bytes": num_bytes(found),
+      "kernels": {kind: sum(of_kind.values()) for kind, of_kind in by_kind(found).items()},
+      "us": {part: round(H100.us(of_part), 1) for part, of_part in by_part(found).items()},
+      "seconds": round(time.perf_counter() - started, 1),
+    }
+  return {"programs": reports}
+
+
+def report_table(report: dict[str, Any], title: str) -> Table:
+  """Return a report as a table."""
+  rows = []
+  for name, program in report["programs"].items():
+    memory = (f"{program[x] / 1e9:.3f}" for x in ("arguments", "temporaries", "bytes"))
+    counts, us = program["kernels"], program["us"]
+    numbers = sum(counts.values()), *(counts[kind] for kind in KINDS)
+    times = f"{sum(us.values()) / 1e3:.3f}", *(f"{us[part]:.0f}" for part in PARTS)
+    rows.append((name, *memory, *map(str, numbers), *times, f"{program['seconds']:.0f}"))
+  columns = "program", "arguments GB", "temporaries GB", "accessed GB", "kernels", *KINDS
+  notes = (
+    "No program was run. Kernels of one run, those of each draft step included, and the bytes that "
+    "they read and write.",
+    f"ms: a kernel takes {H100.fixed_us:g} us, or bytes / {H100.gb_per_s:g} GB/s if longer.",
+  )
+  times = ("ms", *(f"{part} us" for part in PARTS), "compiled s")
+  return Table(title, (*columns, *times), tuple(rows), notes)
+
+
 def fitted(measured_us: Iterable[tuple[Kernels, float]]) -> Model:
   """Return the model with the smallest squared relative error for programs of measured times."""
   programs = [*measured_us]
@@ -80,6 +133,21 @@ def deeper(one: Kernels, two: Kernels, num_layers: int) -> dict[Kernel, float]:
   more = num_layers - 1
   found = {k: one.get(k, 0) + more * (two.get(k, 0) - one.get(k, 0)) for k in {*one, *two}}
   return {kernel: n for kernel, n in found.items() if n}
+
+
+def num_bytes(found: Kernels) -> int:
+  """Return the bytes that kernels read and write."""
+  return round(sum(n * kernel.num_bytes for kernel, n in found.items()))
+
+
+def by_part(found: Kernels) -> dict[str, Kernels]:
+  """Return kernels by part."""
+  return {part: {k: n for k, n in found.items() if k.part == part} for part in PARTS}
+
+
+def by_kind(found: Kernels) -> dict[str, Kernels]:
+  """Return kernels by kind."""
+  return {kind: {k: n for k, n in found.items() if k.kind == kind} for kind in KINDS}
 
 
 def _of(computations: Computations, name: str, part: str) -> collections.Counter[Kernel]:

@@ -19,7 +19,19 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from experiments.gpu.kernels import KINDS, PARTS, Kernel, Kernels, Model, deeper, fitted, kernels
+from experiments.gpu.kernels import (
+  H100,
+  KINDS,
+  Kernel,
+  Kernels,
+  Model,
+  by_kind,
+  by_part,
+  deeper,
+  fitted,
+  kernels,
+  num_bytes,
+)
 from experiments.tpu_v4 import compile as compiler
 from specdec_jax import theory
 from specdec_jax.core.sampling import Sampling
@@ -176,10 +188,11 @@ def measured_us() -> dict[Setting, float]:
 
 def times_table(lines: Sequence[Line]) -> Table:
   """Return a table of predicted and measured times of steps and rounds."""
-  model, times, rows = model_of_measurements(lines), measured_us(), []
+  rows: list[tuple[str, ...]] = []
+  times = measured_us()
   for setting in (*_STEPS, *_ROUNDS):
     found = kernels_of(lines, setting)
-    us, kinds = model.us(found), _by(found, "kind")
+    us, kinds = H100.us(found), by_kind(found)
     name = f"round, gamma {setting.gamma}" if setting.program == "round" else "step"
     rows.append(
       (
@@ -187,7 +200,7 @@ def times_table(lines: Sequence[Line]) -> Table:
         f"{setting.batch_size}",
         f"{sum(found.values()):.0f}",
         *(f"{sum(kinds[kind].values()):.0f}" for kind in KINDS),
-        f"{_megabytes(found) / 1e3:.2f}",
+        f"{num_bytes(found) / 1e9:.2f}",
         f"{us / 1e3:.2f}",
         f"{times[setting] / 1e3:.2f}",
         f"{100 * (us / times[setting] - 1):+.1f}%",
@@ -195,7 +208,7 @@ def times_table(lines: Sequence[Line]) -> Table:
     )
   columns = "program", "batch", "kernels", *KINDS, "GB", "predicted ms", "measured ms", "difference"
   notes = (
-    f"A kernel takes max({model.fixed_us:g} us, bytes / {model.gb_per_s:g} GB/s). Both numbers are "
+    f"A kernel takes max({H100.fixed_us:g} us, bytes / {H100.gb_per_s:g} GB/s). Both numbers are "
     "fitted to the step and the round at batch 1; the other rows are predictions.",
     "Kernels of a step or a round, each draft step of a round included. GB: bytes that the kernels "
     "read and write.",
@@ -205,12 +218,13 @@ def times_table(lines: Sequence[Line]) -> Table:
 
 def parts_table(lines: Sequence[Line]) -> Table:
   """Return a table of the kernels and microseconds of each part of the round at batch 1."""
-  model, found, rows = model_of_measurements(lines), kernels_of(lines, _ROUNDS[0]), []
-  for part, of_part in {**_by(found, "part"), "all": found}.items():
-    kinds, cells = _by(of_part, "kind"), []
+  rows: list[tuple[str, ...]] = []
+  found = kernels_of(lines, _ROUNDS[0])
+  for part, of_part in {**by_part(found), "all": found}.items():
+    kinds, cells = by_kind(of_part), []
     for of_kind in (of_part, *(kinds[kind] for kind in KINDS)):
-      cells.append(f"{model.us(of_kind):.0f} ({sum(of_kind.values()):.0f})")
-    at_bandwidth = 1e3 * _megabytes(of_part) / model.gb_per_s
+      cells.append(f"{H100.us(of_kind):.0f} ({sum(of_kind.values()):.0f})")
+    at_bandwidth = num_bytes(of_part) / H100.gb_per_s / 1e3
     rows.append((part, *cells, f"{at_bandwidth:.0f}"))
   columns = "part", "all", *KINDS, "of bytes alone"
   notes = (
@@ -223,13 +237,13 @@ def parts_table(lines: Sequence[Line]) -> Table:
 
 def drafts_table(lines: Sequence[Line]) -> Table:
   """Return a table of drafts: kernels and predicted time of a draft step, c, and the best gamma."""
-  model, rows = model_of_measurements(lines), []
-  step_us = model.us(kernels_of(lines, _STEPS[0]))
-  v_5 = model.us(kernels_of(lines, _PARTS[1])) / model.us(kernels_of(lines, _PARTS[0]))
+  rows: list[tuple[str, ...]] = []
+  step_us = H100.us(kernels_of(lines, _STEPS[0]))
+  v_5 = H100.us(kernels_of(lines, _PARTS[1])) / H100.us(kernels_of(lines, _PARTS[0]))
   for setting in _DRAFTS:
     found = kernels_of(lines, setting)
     steps = setting.gamma if setting.program == "drafting" else 1
-    us = model.us(found) / steps
+    us = H100.us(found) / steps
     speeds = {
       gamma: float(theory.walltime_improvement(ALPHA, gamma, us / step_us, v_5))
       for gamma in range(1, MAX_GAMMA + 1)
@@ -239,7 +253,7 @@ def drafts_table(lines: Sequence[Line]) -> Table:
       (
         setting.draft,
         f"{sum(found.values()) / steps:.0f}",
-        f"{_megabytes(found) / steps:.1f}",
+        f"{num_bytes(found) / steps / 1e6:.1f}",
         f"{us:.0f}",
         f"{us / step_us:.3f}",
         f"{gamma}",
@@ -258,21 +272,20 @@ def drafts_table(lines: Sequence[Line]) -> Table:
 
 def trees_table(lines: Sequence[Line]) -> Table:
   """Return a table of v for trees, and of rounds with a dynamic tree of a one-pass draft."""
-  model = model_of_measurements(lines)
-  step_us, decode_us = (model.us(kernels_of(lines, s)) for s in (_STEPS[0], _PARTS[0]))
-  rows = [("6, chain", *_cost(model, kernels_of(lines, _PARTS[1]), decode_us), "-", "-", "-", "-")]
+  step_us, decode_us = (H100.us(kernels_of(lines, s)) for s in (_STEPS[0], _PARTS[0]))
+  rows = [("6, chain", *_cost(kernels_of(lines, _PARTS[1]), decode_us), "-", "-", "-", "-")]
   for nodes in (16, 32, 64):
     verify = kernels_of(lines, Setting("verify", gamma=8, nodes=nodes))
     drafting, round_ = (
       kernels_of(lines, Setting(program, "parallel", 8, nodes)) for program in ("drafting", "round")
     )
-    ratio = f"{model.us(round_) / step_us:.3f}"
+    ratio = f"{H100.us(round_) / step_us:.3f}"
     cells = (
       f"{sum(drafting.values()):.0f}",
-      f"{model.us(drafting):.0f}",
+      f"{H100.us(drafting):.0f}",
       f"{sum(round_.values()):.0f}",
     )
-    rows.append((f"{nodes}", *_cost(model, verify, decode_us), *cells, ratio))
+    rows.append((f"{nodes}", *_cost(verify, decode_us), *cells, ratio))
   columns = "nodes", "kernels", "ms", "v", "drafting kernels", "drafting us", "round kernels"
   notes = (
     "kernels, ms, v: a target pass over the nodes of a static tree of depth 8; v is its time over "
@@ -297,23 +310,9 @@ def table_of_file(name: str, path: str) -> Table:
   return TABLES[name](read_lines(pathlib.Path(path)))
 
 
-def _cost(model: Model, found: Kernels, decode_us: float) -> tuple[str, str, str]:
-  us = model.us(found)
+def _cost(found: Kernels, decode_us: float) -> tuple[str, str, str]:
+  us = H100.us(found)
   return f"{sum(found.values()):.0f}", f"{us / 1e3:.2f}", f"{us / decode_us:.3f}"
-
-
-def _megabytes(found: Kernels) -> float:
-  return sum(n * kernel.num_bytes for kernel, n in found.items()) / 1e6
-
-
-def _by(found: Kernels, field: str) -> dict[str, dict[Kernel, float]]:
-  """Return kernels by part or kind."""
-  groups: dict[str, dict[Kernel, float]] = {
-    each: {} for each in {"part": PARTS, "kind": KINDS}[field]
-  }
-  for kernel, n in found.items():
-    groups[getattr(kernel, field)][kernel] = n
-  return groups
 
 
 def _is_of(line: Mapping[str, Any], setting: Setting) -> bool:
