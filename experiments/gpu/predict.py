@@ -121,7 +121,7 @@ def compiled_kernels(setting: Setting) -> Kernels:
     return kernels(programs[setting.program]().compile().as_text() or "")
 
   if setting.program == "drafting":
-    return of(1, None)
+    return of(2, None)  # some heads read the keys and values of the last layers
   if setting.program == "draft step":
     num_layers = 0 if isinstance(draft, DraftHead) else draft.num_decoder_layers
     return deeper(of(1, 1), of(1, 2), num_layers)
