@@ -20,8 +20,10 @@ import re
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
+
+from specdec_jax.measure.tables import Table
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 ALPHA, TOP_K, RANKS = 0.75, 40, (0.75, 0.11, 0.04, 0.02, 0.01)
@@ -198,11 +200,61 @@ def measure_transformers(run: Run, setting: Line) -> Line:
   }
 
 
+def gpu_speed_table(results: Sequence[Line]) -> Table:
+  """Return a table of measured speeds, with the speedup over the row without a draft."""
+  rows = []
+  for line in results:
+    if "tokens_per_s" not in line:
+      continue
+    is_ours, shape = "gamma" in line, ("batch_size", "temperature", "weights", "dtype", "flags")
+    plain = [
+      each["tokens_per_s"]
+      for each in results
+      if is_ours
+      and each.get("gamma") == 0
+      and all(each.get(name) == line.get(name) for name in (*shape, "max_new_tokens"))
+    ]
+    if not is_ours:
+      decoding = {"dynamic": "transformers, eager", "static": "transformers, compiled"}[
+        line["cache"]
+      ]
+    elif line["gamma"]:
+      nodes = f", tree of {line['nodes']}" * (line["nodes"] > 0)
+      decoding = f"gamma {line['gamma']}{nodes}{', a draft that takes no time' * line['null']}"
+    else:
+      decoding = "autoregressive"
+    rounds = f"{line['tokens_per_row'] / line['rounds']:.2f}" if is_ours else "1.00"
+    rows.append(
+      (
+        decoding,
+        f"{line.get('batch_size', 1)}",
+        f"{line.get('temperature', 0):g}",
+        *(line.get(name) or "-" for name in ("weights", "flags")),
+        f"{line['round_ms']:.2f}",
+        rounds,
+        f"{line['tokens_per_s']:,.0f}",
+        f"{line['tokens_per_s'] / plain[0]:.2f}" if plain and line["gamma"] else "-",
+      )
+    )
+  columns = (
+    "decoding|batch|temperature|weights|flags|ms per round|tokens per round|tokens/s|speedup"
+  )
+  first = results[0]
+  commits = ", ".join(dict.fromkeys(line["commit"] for line in results if "commit" in line))
+  notes = (
+    f"T5 1.1 {first['target']} with {first['draft']}, {first['dtype']}, random weights, simulated "
+    f"alpha {first['alpha']}; {first['device']}, jax {first['jax']}, commit {commits}, "
+    f"{first['date'][:10]}.",
+    "A step is a round of one token. tokens/s: of all rows, with the prefill.",
+  )
+  return Table("Measured speed", tuple(columns.split("|")), tuple(rows), notes)
+
+
 def run_tests(run: Run, setting: Line) -> Line:
   """Run the contract and decoding tests on the device, with the tolerances of tests/conftest.py."""
   files = [f"tests/test_{name}.py" for name in setting["tests"].split(" and ")]
   command = [sys.executable, "-m", "pytest", "-q", "-n", "4", *files]
-  env = os.environ | {"SPECDEC_TEST_PLATFORM": "cuda", "XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
+  env = os.environ | {"SPECDEC_TEST_PLATFORM": "cuda"}
   printed = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True).stdout
   failed = re.findall(r"^FAILED (\S+)", printed, re.MULTILINE)
   return {"summary": (printed.strip().splitlines() or [""])[-1].strip("= "), "failed": failed}
@@ -293,7 +345,8 @@ def main() -> None:
       if not args.dry_run and time.time() < until:
         options = f"--until={min(until, 1e12)}", f"--parts={part}"
         command = [sys.executable, "-m", "experiments.gpu.measure", *sys.argv[1:], *options]
-        code = subprocess.run(command, cwd=ROOT).returncode
+        env = os.environ | {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}  # torch needs memory, too
+        code = subprocess.run(command, cwd=ROOT, env=env).returncode
         print(f"{part}: failed with exit status {code}" if code else f"{part}: done", flush=True)
 
 

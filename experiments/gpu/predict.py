@@ -14,7 +14,7 @@ import importlib.metadata
 import json
 import pathlib
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import jax.numpy as jnp
@@ -32,6 +32,7 @@ from experiments.gpu.kernels import (
   kernels,
   num_bytes,
 )
+from experiments.tables import lines
 from experiments.tpu_v4 import compile as compiler
 from specdec_jax import theory
 from specdec_jax.core.sampling import Sampling
@@ -134,15 +135,15 @@ def compile_missing(settings: Iterable[Setting], path: pathlib.Path) -> list[Lin
   A line is a setting with the kernels as [part, kind, bytes, how often]. An interrupted run
   resumes. The programs of SETTINGS take a quarter of an hour on two cores.
   """
-  lines = read_lines(path) if path.exists() else []
+  found = lines(path) if path.exists() else []
   for setting in settings:
-    if any(_is_of(line, setting) for line in lines):
+    if any(_is_of(line, setting) for line in found):
       continue
     started = time.perf_counter()
-    found = compiled_kernels(setting)
+    counted = compiled_kernels(setting)
     line = {
       **dataclasses.asdict(setting),
-      "kernels": sorted([*kernel, n] for kernel, n in found.items()),
+      "kernels": sorted([*kernel, n] for kernel, n in counted.items()),
       "seconds": round(time.perf_counter() - started, 1),
       "date": time.strftime("%Y-%m-%d", time.gmtime()),
       "commit": commit(),
@@ -150,48 +151,43 @@ def compile_missing(settings: Iterable[Setting], path: pathlib.Path) -> list[Lin
     }
     with path.open("a", encoding="utf-8") as file:
       file.write(json.dumps(line) + "\n")
-    lines.append(line)
-  return lines
+    found.append(line)
+  return found
 
 
-def read_lines(path: pathlib.Path) -> list[Line]:
-  return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
-
-
-def kernels_of(lines: Sequence[Line], setting: Setting) -> Kernels:
+def kernels_of(compiled: Sequence[Line], setting: Setting) -> Kernels:
   """Return the kernels of a setting in lines of a file; the last line counts."""
-  line = [each for each in lines if _is_of(each, setting)][-1]
+  line = [each for each in compiled if _is_of(each, setting)][-1]
   return {Kernel(part, kind, num_bytes): n for part, kind, num_bytes, n in line["kernels"]}
 
 
-def model_of_measurements(lines: Sequence[Line]) -> Model:
+def model_of_measurements(compiled: Sequence[Line]) -> Model:
   """Return the model that is fitted to the measured step and round at batch 1."""
   times = measured_us()
-  return fitted((kernels_of(lines, s), times[s]) for s in (_STEPS[0], _ROUNDS[0]))
+  return fitted((kernels_of(compiled, s), times[s]) for s in (_STEPS[0], _ROUNDS[0]))
 
 
 def measured_us() -> dict[Setting, float]:
-  """Return the measured microseconds of steps and rounds that have the default flags of XLA."""
-  names = {"ar T0": ("plain step", 5), "gamma5 T0": ("round", 5), "gamma3 T0": ("round", 3)}
+  """Return the measured microseconds of steps and rounds, with the default flags of XLA."""
   times: dict[Setting, float] = {}
-  for line in read_lines(MEASURED):
-    if line["name"] == "default" and line["label"] in names:
-      program, gamma = names[line["label"]]
-      tokens = int(line["tokens"])
-      setting = Setting(program, gamma=gamma, batch_size=line["batch"], max_new_tokens=tokens)
-      times.setdefault(setting, 1e3 * line["round_ms"])
+  for setting in (*_STEPS, *_ROUNDS):
+    gamma = setting.gamma if setting.program == "round" else 0
+    shape = dict(gamma=gamma, batch_size=setting.batch_size, flags=None, null=False)
+    shape |= dict(max_new_tokens=setting.max_new_tokens, temperature=0.0)
+    (line,) = (line for line in lines(MEASURED) if shape.items() <= line.items())
+    times[setting] = 1e3 * line["round_ms"]
   return times
 
 
 # Tables.
 
 
-def times_table(lines: Sequence[Line]) -> Table:
+def gpu_times_table(compiled: Sequence[Line]) -> Table:
   """Return a table of predicted and measured times of steps and rounds."""
   rows: list[tuple[str, ...]] = []
   times = measured_us()
   for setting in (*_STEPS, *_ROUNDS):
-    found = kernels_of(lines, setting)
+    found = kernels_of(compiled, setting)
     us, kinds = H100.us(found), by_kind(found)
     name = f"round, gamma {setting.gamma}" if setting.program == "round" else "step"
     rows.append(
@@ -216,10 +212,10 @@ def times_table(lines: Sequence[Line]) -> Table:
   return Table("Kernels and times", columns, tuple(rows), notes)
 
 
-def parts_table(lines: Sequence[Line]) -> Table:
+def gpu_parts_table(compiled: Sequence[Line]) -> Table:
   """Return a table of the kernels and microseconds of each part of the round at batch 1."""
   rows: list[tuple[str, ...]] = []
-  found = kernels_of(lines, _ROUNDS[0])
+  found = kernels_of(compiled, _ROUNDS[0])
   for part, of_part in {**by_part(found), "all": found}.items():
     kinds, cells = by_kind(of_part), []
     for of_kind in (of_part, *(kinds[kind] for kind in KINDS)):
@@ -235,13 +231,13 @@ def parts_table(lines: Sequence[Line]) -> Table:
   return Table("Where the time of a round goes, gamma 5, batch 1", columns, tuple(rows), notes)
 
 
-def drafts_table(lines: Sequence[Line]) -> Table:
+def gpu_drafts_table(compiled: Sequence[Line]) -> Table:
   """Return a table of drafts: kernels and predicted time of a draft step, c, and the best gamma."""
   rows: list[tuple[str, ...]] = []
-  step_us = H100.us(kernels_of(lines, _STEPS[0]))
-  v_5 = H100.us(kernels_of(lines, _PARTS[1])) / H100.us(kernels_of(lines, _PARTS[0]))
+  step_us = H100.us(kernels_of(compiled, _STEPS[0]))
+  v_5 = H100.us(kernels_of(compiled, _PARTS[1])) / H100.us(kernels_of(compiled, _PARTS[0]))
   for setting in _DRAFTS:
-    found = kernels_of(lines, setting)
+    found = kernels_of(compiled, setting)
     steps = setting.gamma if setting.program == "drafting" else 1
     us = H100.us(found) / steps
     speeds = {
@@ -270,14 +266,15 @@ def drafts_table(lines: Sequence[Line]) -> Table:
   return Table("Predicted costs of drafts on an H100", columns, tuple(rows), notes)
 
 
-def trees_table(lines: Sequence[Line]) -> Table:
+def gpu_trees_table(compiled: Sequence[Line]) -> Table:
   """Return a table of v for trees, and of rounds with a dynamic tree of a one-pass draft."""
-  step_us, decode_us = (H100.us(kernels_of(lines, s)) for s in (_STEPS[0], _PARTS[0]))
-  rows = [("6, chain", *_cost(kernels_of(lines, _PARTS[1]), decode_us), "-", "-", "-", "-")]
+  step_us, decode_us = (H100.us(kernels_of(compiled, s)) for s in (_STEPS[0], _PARTS[0]))
+  rows = [("6, chain", *_cost(kernels_of(compiled, _PARTS[1]), decode_us), "-", "-", "-", "-")]
   for nodes in (16, 32, 64):
-    verify = kernels_of(lines, Setting("verify", gamma=8, nodes=nodes))
+    verify = kernels_of(compiled, Setting("verify", gamma=8, nodes=nodes))
     drafting, round_ = (
-      kernels_of(lines, Setting(program, "parallel", 8, nodes)) for program in ("drafting", "round")
+      kernels_of(compiled, Setting(program, "parallel", 8, nodes))
+      for program in ("drafting", "round")
     )
     ratio = f"{H100.us(round_) / step_us:.3f}"
     cells = (
@@ -297,17 +294,7 @@ def trees_table(lines: Sequence[Line]) -> Table:
   return Table("Predicted costs of trees on an H100", (*columns, "round"), tuple(rows), notes)
 
 
-TABLES: dict[str, Callable[[Sequence[Line]], Table]] = {
-  "times": times_table,
-  "parts": parts_table,
-  "drafts": drafts_table,
-  "trees": trees_table,
-}
-
-
-def table_of_file(name: str, path: str) -> Table:
-  """Return a table of a file of compiled programs, for pages."""
-  return TABLES[name](read_lines(pathlib.Path(path)))
+TABLES = gpu_times_table, gpu_parts_table, gpu_drafts_table, gpu_trees_table
 
 
 def _cost(found: Kernels, decode_us: float) -> tuple[str, str, str]:
@@ -352,9 +339,9 @@ def main() -> None:
   parser.add_argument("compiled", type=pathlib.Path, help="file of the compiled programs")
   parser.add_argument("--format", default="terminal", help="terminal (default), markdown or csv")
   args = parser.parse_args()
-  lines = compile_missing(SETTINGS, args.compiled)
-  for table in TABLES.values():
-    print(render(table(lines), args.format))
+  compiled = compile_missing(SETTINGS, args.compiled)
+  for table in TABLES:
+    print(render(table(compiled), args.format))
 
 
 if __name__ == "__main__":
