@@ -35,6 +35,7 @@ LINES = {
   "gpu-parts": "gpu.predict",
   "gpu-drafts": "gpu.predict",
   "gpu-trees": "gpu.predict",
+  "gpu-sizes": "gpu.predict",
   "gpu-speed": "gpu.measure",
 }
 # paths, or nothing.

@@ -10,6 +10,7 @@ layers and extrapolated, because all layers but the first are equal.
 
 import argparse
 import dataclasses
+import functools
 import importlib.metadata
 import json
 import pathlib
@@ -17,6 +18,7 @@ import time
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 
 from experiments.gpu.kernels import (
@@ -40,6 +42,8 @@ from specdec_jax.core.trees import AnyTree, DynamicTree
 from specdec_jax.drafts.heads import HEADS, AnyConfig, DraftHead, new_head
 from specdec_jax.measure.machine import commit
 from specdec_jax.measure.tables import Table, render
+from specdec_jax.models.families import init_params
+from specdec_jax.models.quantization import param_dtype
 from specdec_jax.models.sizes import t5_config
 
 TOPOLOGY = "h100:1"
@@ -96,7 +100,8 @@ _DYNAMIC = [
   for nodes in (16, 32, 64)
   for program in ("drafting", "round")
 ]
-SETTINGS = [*_STEPS, *_ROUNDS, *_PARTS, *_DRAFTS, *_TREES, *_DYNAMIC]
+_SIZES = [*(Setting("draft step", size) for size in ("small", "base", "large", "xl")), _STEPS[0]]
+SETTINGS = [*_STEPS, *_ROUNDS, *_PARTS, *_DRAFTS, *_TREES, *_DYNAMIC, _SIZES[-2]]
 
 
 def compiled_kernels(setting: Setting) -> Kernels:
@@ -294,7 +299,37 @@ def gpu_trees_table(compiled: Sequence[Line]) -> Table:
   return Table("Predicted costs of trees on an H100", (*columns, "round"), tuple(rows), notes)
 
 
-TABLES = gpu_times_table, gpu_parts_table, gpu_drafts_table, gpu_trees_table
+def gpu_sizes_table(compiled: Sequence[Line]) -> Table:
+  """Return a table of the sizes of T5 1.1: memory, and predicted time of a step."""
+  small_us, rows = H100.us(kernels_of(compiled, _SIZES[0])), []
+  for setting in _SIZES:
+    size = TARGET if setting is _STEPS[0] else setting.draft
+    config = _t5(size, setting)
+    us = H100.us(kernels_of(compiled, setting))
+    cache = 4 * config.num_decoder_layers * config.num_heads * config.head_dim * 2 * 256
+    memory = (_parameter_bytes(size, dtype, weights) / 1e9 for dtype, weights in _FORMATS)
+    cells = [f"{gigabytes:.2f}" for gigabytes in memory]
+    rows.append((size, *cells, f"{cache / 1e6:.1f}", f"{us / 1e3:.2f}", f"{small_us / us:.2f}"))
+  columns = "size", "float32 GB", "bfloat16 GB", "int8 GB", "caches MB", "ms per step", "c of small"
+  notes = (
+    "GB: parameters, encoder included. caches: keys and values in bfloat16 of a row with 256 source "
+    "tokens and 256 slots, for self- and cross-attention.",
+    "ms per step: predicted for bfloat16, batch 1. c of small: that of T5-small as the draft.",
+  )
+  return Table("Sizes of T5 1.1 on an H100", columns, tuple(rows), notes)
+
+
+_FORMATS = ("float32", "float"), ("bfloat16", "float"), ("bfloat16", "int8")
+
+
+def _parameter_bytes(size: str, dtype: str, weights: str) -> int:
+  config = _t5(size, Setting("", dtype=dtype, weights=weights))
+  shapes = jax.eval_shape(functools.partial(init_params, config), jax.random.key(0))
+  leaves = jax.tree.leaves_with_path(shapes)
+  return sum(x.size * jnp.dtype(param_dtype(path, x, config)).itemsize for path, x in leaves)
+
+
+TABLES = gpu_sizes_table, gpu_times_table, gpu_parts_table, gpu_drafts_table, gpu_trees_table
 
 
 def _cost(found: Kernels, decode_us: float) -> tuple[str, str, str]:
