@@ -128,13 +128,6 @@ def kernels(hlo: str) -> collections.Counter[Kernel]:
   return _of(computations, entry, "rest")
 
 
-def deeper(one: Kernels, two: Kernels, num_layers: int) -> dict[Kernel, float]:
-  """Return the kernels of `num_layers` layers, from programs of one layer and of two."""
-  more = num_layers - 1
-  found = {k: one.get(k, 0) + more * (two.get(k, 0) - one.get(k, 0)) for k in {*one, *two}}
-  return {kernel: n for kernel, n in found.items() if n}
-
-
 def num_bytes(found: Kernels) -> int:
   """Return the bytes that kernels read and write."""
   return round(sum(n * kernel.num_bytes for kernel, n in found.items()))

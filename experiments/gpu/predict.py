@@ -4,8 +4,7 @@
   python -m experiments.gpu.predict experiments/gpu/compiled.jsonl --format markdown
 
 The model of a kernel's time has two numbers, which are fitted to two measured times: those of a
-step and of a round at batch 1 (`measured.jsonl`). A target is compiled with one and two decoder
-layers and extrapolated, because all layers but the first are equal.
+step and of a round at batch 1 (`measured.jsonl`).
 """
 
 import argparse
@@ -29,7 +28,6 @@ from experiments.gpu.kernels import (
   Model,
   by_kind,
   by_part,
-  deeper,
   fitted,
   kernels,
   num_bytes,
@@ -121,24 +119,15 @@ def compiled_kernels(setting: Setting) -> Kernels:
     tree, setting.batch_size, SOURCE_TOKENS, setting.max_new_tokens, Sampling(setting.temperature)
   )
 
-  def of(target_layers: int, draft_layers: int | None) -> Kernels:
-    configs: list[Any] = [_cut(target, target_layers), _cut(draft, draft_layers)]
-    programs = compiler.programs(*configs, devices, settings)
-    return kernels(programs[setting.program]().compile().as_text() or "")
-
-  if setting.program == "drafting":
-    return of(2, None)  # some heads read the keys and values of the last layers
-  if setting.program == "draft step":
-    num_layers = 0 if isinstance(draft, DraftHead) else draft.num_decoder_layers
-    return deeper(of(1, 1), of(1, 2), num_layers)
-  return deeper(of(1, None), of(2, None), target.num_decoder_layers)
+  programs = compiler.programs(target, draft, devices, settings)
+  return kernels(programs[setting.program]().compile().as_text() or "")
 
 
 def compile_missing(settings: Iterable[Setting], path: pathlib.Path) -> list[Line]:
   """Compile the programs that the file `path` lacks, append them, and return all of its lines.
 
   A line is a setting with the kernels as [part, kind, bytes, how often]. An interrupted run
-  resumes. The programs of SETTINGS take a quarter of an hour on two cores.
+  resumes. The programs of SETTINGS take six minutes on two cores.
   """
   found = lines(path) if path.exists() else []
   for setting in settings:
@@ -312,8 +301,8 @@ def gpu_sizes_table(compiled: Sequence[Line]) -> Table:
     rows.append((size, *cells, f"{cache / 1e6:.1f}", f"{us / 1e3:.2f}", f"{small_us / us:.2f}"))
   columns = "size", "float32 GB", "bfloat16 GB", "int8 GB", "caches MB", "ms per step", "c of small"
   notes = (
-    "GB: parameters, encoder included. caches: keys and values in bfloat16 of a row with 256 source "
-    "tokens and 256 slots, for self- and cross-attention.",
+    "GB: parameters, encoder included. caches: keys and values in bfloat16 of one row, with 256 "
+    "source tokens and 256 slots.",
     "ms per step: predicted for bfloat16, batch 1. c of small: that of T5-small as the draft.",
   )
   return Table("Sizes of T5 1.1 on an H100", columns, tuple(rows), notes)
@@ -359,14 +348,7 @@ def _draft(setting: Setting, target: Any) -> AnyConfig:
     options = dict(emb_dim=1024, mlp_dim=4096, num_decoder_layers=num_layers or 2)
     return new_head(target, name, gamma=setting.gamma, **options)
   config = _t5(name, setting)
-  return _cut(config, num_layers)
-
-
-def _cut(config: Any, num_layers: int | None) -> Any:
-  """Return a configuration with another number of decoder layers; with the same for None."""
-  return (
-    config if num_layers is None else dataclasses.replace(config, num_decoder_layers=num_layers)
-  )
+  return dataclasses.replace(config, num_decoder_layers=num_layers or config.num_decoder_layers)
 
 
 def main() -> None:

@@ -11,7 +11,7 @@ import sys
 
 import pytest
 
-from experiments.gpu.kernels import H100, Kernel, Model, array_bytes, deeper, fitted, kernels
+from experiments.gpu.kernels import H100, Kernel, Model, array_bytes, fitted, kernels
 
 FOLDER = pathlib.Path(__file__).parents[2] / "experiments/gpu"
 COMPILED = FOLDER / "compiled.jsonl"
@@ -117,13 +117,11 @@ def test_bytes_of_shapes():
   assert {shape: array_bytes(shape) for shape in shapes} == shapes
 
 
-def test_times_and_layers():
+def test_times_of_kernels():
   small, large = Kernel("draft", "other", 10), Kernel("draft", "matmul", 6_000_000)
   model = Model(2.0, 3000)
   assert model.us({small: 3, large: 1}) == 3 * 2 + 2
   assert model.us({Kernel("draft", "matmul", 12_000_000): 2}) == 2 * 4
-  first, second = {small: 5, large: 1}, {small: 7, large: 2}
-  assert deeper(first, second, 24) == {small: 5 + 23 * 2, large: 24}
   huge = Kernel("target", "matmul", 10**10)
   programs = [{huge: 1, small: 100}, {huge: 1, small: 1100}]
   assert fitted((each, model.us(each)) for each in programs) == model
