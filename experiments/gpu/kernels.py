@@ -201,7 +201,7 @@ def _kind(computations: Computations, instruction: Instruction) -> str:
     return "write"
   if "_matmul/" in name or "custom-call" in ops or ("dot" in ops and "attention" not in name):
     return "matmul"
-  if re.search(r"attention[^/]*/[^/]*(dot_general|reduce_max|reduce_sum|div|exp|sub|add)$", name):
+  if "attention/" in name:
     return "attention"
   return "norm" if "norm/" in name else "other"
 

@@ -70,6 +70,8 @@ ENTRY %main (x: bf16[1,8], w: bf16[8,16], cache.1: bf16[100,4]) -> bf16[1,16] {
   %cache.1 = bf16[100,4]{1,0} parameter(2)
   %zero = s32[] constant(0)
   %start = s32[] copy(%zero), metadata={op_name="jit(f)/add"}
+  %p = f32[3]{0} negate(%x), metadata={op_name="jit(f)/target/self_attention/q,k->qk/dot_general"}
+  %n = f32[5]{0} negate(%x), metadata={op_name="jit(f)/target/pre_self_attention_norm/mul"}
   %state = (s32[], bf16[100,4]{1,0}) tuple(%start, %cache.1)
   %loop = (s32[], /*index=1*/bf16[100,4]{1,0}) while(%state), condition=%condition, body=%body, \
 metadata={op_name="jit(f)/draft/while"}, backend_config={"known_trip_count":{"n":"4"}}
@@ -109,6 +111,8 @@ def test_kernels_of_a_program():
     Kernel("draft", "other", 4 + 4 + 1): 4,  # the condition
     Kernel("draft", "other", 4 + 4): 1,  # the longer branch, which has no name
     Kernel("rest", "other", 4 + 4): 1,
+    Kernel("target", "attention", 16 + 12): 1,
+    Kernel("target", "norm", 16 + 20): 1,
   }
 
 
