@@ -62,7 +62,7 @@ class Setting:
   Attributes:
     program: name in `experiments.tpu_v4.compile.programs`.
     draft: a size of T5 1.1, such as 'small'; 'base, 2 layers' for a decoder of fewer layers; or a
-      kind of head, such as 'parallel', of two layers (or one: 'parallel, 1 layer') of width 1024.
+      kind of head, such as 'parallel', of width 1024.
     gamma: draft tokens per round, or the depth of a tree.
     nodes: nodes of a tree; 0 for a chain. The tree of a head is dynamic.
   """
@@ -252,8 +252,8 @@ def gpu_drafts_table(compiled: Sequence[Line]) -> Table:
     )
   columns = "draft", "kernels", "MB", "us", "c", "best gamma", "speedup"
   notes = (
-    "For each draft token, T5-XXL, bfloat16, batch 1. Heads have two layers of width 1024 and are "
-    "compiled for gamma 5. A T5 with fewer layers has a decoder of so many.",
+    "For each draft token, T5-XXL, bfloat16, batch 1. Heads are of width 1024, with two layers if "
+    "the kind has layers, at gamma 5. 'base, 2 layers' is a T5-base with a decoder of two layers.",
     f"best gamma, speedup: Theorem 8 with c, v = {v_5:.3f} and alpha {ALPHA:g} for every draft. A "
     "smaller draft has a smaller alpha, which must be measured.",
   )

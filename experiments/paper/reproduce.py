@@ -412,7 +412,7 @@ def _plan(
   The bound assumes that a forward pass takes as long as reading the parameters of the decoder from
   memory, that all outputs have `max_new_tokens` tokens, and the speedup of the paper.
   """
-  is_speed = TABLES[name] in (2, 4)
+  is_speed = TABLES.get(name, 2) in (2, 4)
   target_bytes, step_bytes = _num_bytes(models, TARGET, is_speed)
   seconds_per_step, cells = step_bytes / memory_bandwidth(), []
   counts = {task: _num_sources(tasks[task], num_texts) for task in {group.task for group in found}}
