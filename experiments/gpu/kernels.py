@@ -59,7 +59,7 @@ class Model(NamedTuple):
 
 
 # Fitted to a step and a round of T5-XXL on an H100 (experiments/gpu/README.md).
-H100 = Model(1.6, 2970)
+H100 = Model(1.66, 3030)
 
 
 def report(programs: Programs) -> dict[str, Any]:

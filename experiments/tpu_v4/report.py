@@ -19,6 +19,7 @@ from experiments.gpu import kernels
 from experiments.tpu_v4 import compile as tpu_compile
 from experiments.tpu_v4 import examine
 from experiments.tpu_v4.beams import BeamSettings, beam_programs
+from specdec_jax import __version__
 from specdec_jax.core.atomic_files import atomic_write
 from specdec_jax.core.sampling import Sampling
 from specdec_jax.core.trees import AnyTree, DynamicTree
@@ -162,7 +163,8 @@ def main() -> None:
   report = kernels.report(programs) if is_gpu else examine.report(programs, gamma)
   settings = {name: value for name, value in vars(args).items() if name not in _NOT_SETTINGS}
   by = tpu_compile.gpu_compiler() if is_gpu else "libtpu"
-  versions = {name: importlib.metadata.version(name) for name in ("jax", by, "specdec_jax")}
+  versions = {name: importlib.metadata.version(name) for name in ("jax", by)}
+  versions["specdec_jax"] = __version__
   nodes = f", {args.nodes} nodes{' (dynamic)' * args.dynamic}" if args.nodes else ""
   if args.beams:
     nodes = f", {args.beams} beams, {args.draft_beams or args.beams} of the draft{nodes}"
