@@ -350,9 +350,10 @@ class _PairOnSite:
     model = PartitionedModel(model_of(config), self.site.mesh, rules)
 
     def step(draft_params, cache, tokens, rng):
-      logits, _, cache = model.extend(draft_params, cache, tokens)
-      cache = model.commit(cache, cache.length + 1)
-      return cache, sample_logits(rng, logits[:, 0], self.settings.sampling)
+      with jax.named_scope("draft"):
+        logits, _, cache = model.extend(draft_params, cache, tokens)
+        cache = model.commit(cache, cache.length + 1)
+        return cache, sample_logits(rng, logits[:, 0], self.settings.sampling)
 
     prefill = functools.partial(model.prefill, num_slots=self.num_slots)
     _, cache = jax.eval_shape(prefill, self.draft_params, self.prompt)

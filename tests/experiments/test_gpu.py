@@ -152,7 +152,6 @@ def test_records_have_all_settings():
   assert COMPILED.read_text() == before
 
 
-@pytest.mark.slow
 def test_programs_compile_for_an_h100_without_one():
   from experiments.tpu_v4.compile import gpu_compiler
 
@@ -174,7 +173,6 @@ def test_programs_compile_for_an_h100_without_one():
   assert all(us > 0 for us in two["round"]["us"].values())
 
 
-@pytest.mark.slow
 def test_script_measures_each_setting_once(tmp_path):
   sizes = "--target=tiny", "--draft=tiny", "--num_texts=2", "--max_new_tokens=6"
   run = [sys.executable, "-m", "experiments.gpu.measure", str(tmp_path), *sizes]
