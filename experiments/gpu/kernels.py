@@ -5,6 +5,7 @@ is longer. The optimized HLO text lists the kernels; no program is run.
 """
 
 import collections
+import math
 import re
 import time
 from collections.abc import Iterable, Mapping
