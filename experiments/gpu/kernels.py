@@ -54,7 +54,7 @@ class Model(NamedTuple):
 
   def us(self, kernels: Kernels) -> float:
     """Return the microseconds that kernels take."""
-    return sum(
+    return math.fsum(
       n * max(self.fixed_us, k.num_bytes / self.gb_per_s / 1e3) for k, n in kernels.items()
     )
 
