@@ -18,7 +18,7 @@ import tempfile
 
 gc.set_threshold(200_000, 50, 50)
 _platform = os.environ.get("SPECDEC_TEST_PLATFORM", "cpu")
-os.environ["JAX_PLATFORMS"] = _platform
+os.environ["JAX_PLATFORMS"] = _platform if _platform == "cpu" else f"{_platform},cpu"
 if _platform != "cpu":
   os.environ["JAX_DEFAULT_MATMUL_PRECISION"] = "highest"  # not TF32
 os.environ.setdefault("JAX_TRACEBACK_IN_LOCATIONS_LIMIT", "0")
