@@ -31,6 +31,12 @@ LINES = {
   "matmuls": "kernels.matmuls",
   "parity": "generate.compare",
   "processors": "processors.processors",
+  "gpu-times": "gpu.predict",  # compiled programs
+  "gpu-parts": "gpu.predict",
+  "gpu-drafts": "gpu.predict",
+  "gpu-trees": "gpu.predict",
+  "gpu-sizes": "gpu.predict",
+  "gpu-speed": "gpu.measure",
 }
 # paths, or nothing.
 PATHS = {

@@ -31,11 +31,11 @@ from specdec_jax.measure.records import Record, read, results_path
 from specdec_jax.measure.roofline import memory_bandwidth
 from specdec_jax.measure.speed import Baseline, own_baseline, speed_steps
 from specdec_jax.measure.sweep import measure_missing, show
-from specdec_jax.measure.tables import MISSING, Table, number_text
+from specdec_jax.measure.tables import MISSING, Table, measured_with, number_text
 from specdec_jax.models.families import init_params
 from specdec_jax.models.sizes import named_config
 from specdec_jax.pair import Pair
-from specdec_jax.random_models import random_pair
+from specdec_jax.random_models import random_draft, random_pair
 
 TABLES = {"table2": 2, "table3": 3, "table4": 4, "table5": 5}
 FIGURES = ("figure1", "figure2", "figure3", "figure4", "figure5")
@@ -69,10 +69,10 @@ class Task:
 
 @dataclasses.dataclass(frozen=True)
 class StandIns:
-  """Models for a machine without checkpoints.
+  """Models for a machine without checkpoints; see `stand_ins`.
 
-  Speeds are measured with smaller models with random weights, which simulate the paper's alpha.
-  Alphas are measured with the bundled pair.
+  Speeds are measured with models with random weights, which simulate the paper's alpha. Alphas are
+  measured with the bundled pair.
 
   Attributes:
     sizes: size of T5 1.1 in place of each model of the paper.
@@ -107,7 +107,10 @@ class StandIns:
 
   def pair(self, draft: str, task: Task, alpha: float) -> Pair:
     """Return the target with a draft; stand-ins simulate `alpha`."""
-    pair = random_pair(self.sizes[TARGET], self.sizes[draft], alpha, dtype=self.dtype)
+    pair = _random_target(self.sizes[TARGET], self.dtype)
+    model = dataclasses.replace(pair.target.model, alpha=alpha)
+    pair = pair.with_draft(random_draft(pair.target, self.sizes[draft], dtype=self.dtype))
+    pair = pair.with_target(model=model)
     return dataclasses.replace(pair, task=task.name, max_source_tokens=task.max_source_tokens)
 
   def alpha_drafts(self, names: Sequence[str], task: Task) -> tuple[Pair, list[LoadsDraft]]:
@@ -120,6 +123,18 @@ class StandIns:
     # The GPT-like pair, because the paper's figure has a model without an encoder.
     names = "gpt_like_4m", "gpt_like_600k", "vocabulary.txt"
     return load_pair(*(f"experiments/gpt_like/weights/{name}" for name in names)), ""
+
+
+def stand_ins(true_sizes: bool | None = None) -> StandIns:
+  """Return stand-ins for the paper's models: of its own sizes in bfloat16, or small ones.
+
+  Args:
+    true_sizes: whether they have the paper's sizes (24 GB); None: on an accelerator.
+  """
+  if true_sizes is None:
+    true_sizes = jax.default_backend() != "cpu"
+  sizes = {name: name.removeprefix("T5-").lower() for name in StandIns().sizes}
+  return StandIns(sizes, "bfloat16") if true_sizes else StandIns()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -176,6 +191,11 @@ class Checkpoints:
 
 
 Models = StandIns | Checkpoints
+
+
+@functools.lru_cache(1)
+def _random_target(size: str, dtype: str) -> Pair:
+  return random_pair(size, uniform, 1.0, dtype=dtype)
 
 
 @functools.lru_cache(1)  # the target is loaded once for all of its drafts
@@ -262,15 +282,20 @@ def reproduce(
     found = found if name in TABLES else found[:1]
     is_speed = number in (2, 4)
     folder = output / ("speeds" if is_speed else f"alphas{number}")
-    if dry_run:
+    if is_speed or dry_run:
       show([_plan(name, found, models, tasks, num_texts, repeats, is_speed)], str(folder))
+    if dry_run:
       continue
+    measured = []
     if is_speed:
       for group, baseline in itertools.product(found, baselines):
-        _measure_speeds(group, models, tasks[group.task], folder, num_texts, repeats, baseline)
+        task = tasks[group.task]
+        measured += _measure_speeds(group, models, task, folder, num_texts, repeats, baseline)
     else:
       _measure_alphas(found, models, tasks, folder, min_tokens)
-    if name in TABLES:
+    if name == "table2":
+      show([rows_table(measured)], str(folder))
+    elif name in TABLES:
       records = [r for path in sorted(folder.glob("*/results.jsonl")) for r in read(path)]
       show([paper_table(number, records, load_table(number))], str(folder))
     else:
@@ -290,16 +315,41 @@ def _measure_speeds(
   num_texts: int | None,
   repeats: int,
   baseline: Callable[[Pair], Baseline],
-) -> None:
+) -> list[tuple[Row, Record]]:
   """Measure the speedup of each row of a group, with its own gamma."""
-  texts = task.sources()[:num_texts]
+  texts, measured = task.sources()[:num_texts], []
   results = results_path(_results(folder, group).parent)
   for row in group.rows:
     pair = models.pair(group.draft, task, row["alpha"])
     settings = DecodeSettings(Sampling(row["temperature"]), max_new_tokens=task.max_new_tokens)
     gamma = int(row["gamma"])
     steps = speed_steps(pair, texts, [settings], [gamma], repeats, baseline(pair))
-    measure_missing(results, steps)
+    measured += [(row, record) for record in measure_missing(results, steps)]
+  return measured
+
+
+def rows_table(measured: Sequence[tuple[Row, Record]]) -> Table:
+  """Return a table of rows of the paper's Table 2, each with its measurement."""
+  columns = "task|draft|temperature|gamma|paper alpha|alpha|c|v|predicted|speed|paper speed"
+  rows, records = [], [r for _, r in measured]
+  for row, r in measured:
+    cells = f"{row['task']}|{row['m_q']}|{row['temperature']:g}|{row['gamma']:g}|{row['alpha']:.2f}"
+    ours = r.outputs.alpha, r.times.c, r.times.verify_cost, r.predicted, r.times.speedup
+    numbers = map(number_text, ours, (".2f", ".3f", ".2f", ".2f", ".2f"))
+    rows.append((*cells.split("|"), *numbers, f"{row['speed']:.1f}", _measured_as(r)))
+  notes = (
+    "c, v: measured costs of a draft step and of verification. predicted: with them and alpha. "
+    "speed: measured. The paper's speeds are on a TPU v4, over T5X.",
+    *["alpha is simulated: a setting, not a measurement."]
+    * any(r.models.simulated for r in records),
+    measured_with(records),
+  )
+  return Table("Table 2, row by row", (*columns.split("|"), "measured with"), tuple(rows), notes)
+
+
+def _measured_as(r: Record) -> str:
+  over = "" if r.settings.baseline == "own" else f", over {r.settings.baseline}"
+  return f"{r.models.target}, {r.models.draft}, {r.models.dtype}, {r.device}{over}"
 
 
 def _save_figure(
@@ -385,6 +435,7 @@ def _plan(
           draft,
           f"{row['temperature']:g}",
           gamma,
+          f"{row['alpha']:.2f}",
           f"{row.get('lenience', 1):g}",
           f"{counts[task]}" if is_speed else MISSING,
           f"{(target_bytes + draft_bytes) / 1e9:.2f}",
@@ -392,12 +443,12 @@ def _plan(
         )
       )
   notes = (
-    models.note(is_speed),
-    f"Parameters in {models.dtype}. The time is a bound for outputs with the maximum number of "
-    "tokens, without compilation and loading.",
+    f"{models.note(is_speed)} Parameters in {models.dtype}; the memory is theirs.",
+    f"The time is a bound for outputs of {TARGET} with the maximum number of tokens. Compilation "
+    "takes one to two minutes more for each row of the paper's sizes.",
   )
-  columns = "task", "draft", "temperature", "gamma", "lenience", "texts", "memory, GB", "minutes"
-  return Table(f"{name}: rows to measure", columns, tuple(cells), notes, {})
+  columns = "task|draft|temperature|gamma|paper alpha|lenience|texts|memory, GB|minutes"
+  return Table(f"{name}: rows to measure", tuple(columns.split("|")), tuple(cells), notes, {})
 
 
 def _num_sources(task: Task, num_texts: int | None) -> int:

@@ -1,14 +1,15 @@
-"""Compile speculative and autoregressive decoding for a TPU, without a TPU.
+"""Compile speculative and autoregressive decoding for a TPU or a GPU, without one.
 
-Programs are lowered for the devices of a slice that is described to the compiler but not present.
-Shapes take the place of arrays, so no weights are needed. `examine` reports the memory, the bytes
-accessed and the weight copies of the compiled programs.
+Programs are lowered for devices that are described to the compiler but not present. Shapes take the
+place of arrays, so no weights are needed. `examine` reports the memory, the bytes accessed and the
+weight copies of programs for a TPU, and `experiments.gpu.kernels` the kernels of those for a GPU.
 """
 
 import dataclasses
 import functools
 import importlib.util
 import os
+import pathlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -51,7 +52,7 @@ HBM_ONLY: dict[str, str | bool] = {"xla_msa_enable": False}
 
 @dataclasses.dataclass(frozen=True)
 class Chip:
-  """Published specification of a TPU chip (cloud.google.com/tpu/docs/v4 and so on, read in 2026).
+  """Published specification of a chip (cloud.google.com/tpu/docs/v4 and so on, read in 2026).
 
   Attributes:
     hbm_gb: size of HBM in 1e9 bytes (the page of v4 says GiB).
@@ -59,7 +60,7 @@ class Chip:
     tflops: peak speed of bfloat16 arithmetic in 1e12 operations per second.
     example: topology of a slice of one host, as the number of chips in each dimension.
     config: chip configuration of libtpu. With 'megacore', a chip with two cores is one device with
-      all of the chip's memory, as on a TPU VM.
+      all of the chip's memory, as on a TPU VM. For a GPU, the file that describes it to XLA.
   """
 
   hbm_gb: float
@@ -74,19 +75,22 @@ CHIPS = {
   "v5e": Chip(16, 819, 197, "2x2"),
   "v5p": Chip(95, 2765, 459, "2x2x1", "megacore"),
   "v6e": Chip(32, 1638, 918, "2x2"),
+  "h100": Chip(80, 3350, 989, "1", "gpu/h100.txtpb"),
 }
+GPUS = ("h100",)
 
 _SIDES = [f"{side}" for side in range(1, 33)]  # no slice has a longer side
 
 
 def described(topology: str) -> tuple[Chip, Sequence[jax.Device]]:
-  """Return the chip and the devices of a slice to compile for, such as v4:2x2x1 or v5e:2x4.
+  """Return the chip and the devices to compile for, such as v4:2x2x1, v5e:2x4 or h100:1.
 
-  The slice may be a part of a host: v4:1x1x1 is one chip. The devices cannot run programs. Call
-  this function before any other use of jax, because it restricts this process to the CPU.
+  A slice may be a part of a host: v4:1x1x1 is one chip. The devices cannot run programs. Call this
+  function before any other use of jax, because it restricts this process to the CPU.
 
   Raises:
-    InputError: there is no such topology, or libtpu, the compiler, is not installed.
+    InputError: there is no such topology, or its compiler is not installed: libtpu, or the CUDA
+      plugin of jax.
   """
   name, _, shape = topology.partition(":")
   chip, sides = CHIPS.get(name), shape.split("x")
@@ -97,12 +101,14 @@ def described(topology: str) -> tuple[Chip, Sequence[jax.Device]]:
   ):
     known = ", ".join(f"{name}:{chip.example}" for name, chip in CHIPS.items())
     raise InputError(
-      f"There is no topology {topology!r}; give a TPU and its chips in each direction, as in "
+      f"There is no topology {topology!r}; give a chip and the number in each direction, as in "
       f"{known}."
     )
+  jax.config.update("jax_platforms", "cpu")
+  if name in GPUS:
+    return chip, _gpus(chip, int(shape))
   if importlib.util.find_spec("libtpu") is None:
     raise InputError("libtpu, the compiler for TPU, is missing; pip install -e '.[tpu]'.")
-  jax.config.update("jax_platforms", "cpu")
   os.environ.update(
     TPU_SKIP_MDS_QUERY="1",
     TPU_ACCELERATOR_TYPE="v4-8",  # any type; without one libtpu logs warnings
@@ -120,8 +126,45 @@ def described(topology: str) -> tuple[Chip, Sequence[jax.Device]]:
   return chip, slice_.devices
 
 
+def gpu_compiler() -> str | None:
+  """Return the name of the installed CUDA plugin of jax, which compiles for GPUs, or None."""
+  plugins = (f"jax_cuda{version}_plugin" for version in (13, 12))
+  return next((name for name in plugins if importlib.util.find_spec(name)), None)
+
+
+def _gpus(chip: Chip, number: int) -> Sequence[jax.Device]:
+  if gpu_compiler() is None:
+    raise InputError("The compiler for GPU is missing; pip install -e '.[gpu_compiler]'.")
+  os.environ["JAX_SKIP_CUDA_CONSTRAINTS_CHECK"] = "1"  # there is no driver to check
+  description = (pathlib.Path(__file__).parents[1] / chip.config).read_text(encoding="utf-8")
+  sides = f"1x1x{number}"
+  return topologies.get_topology_desc(
+    sides, "cuda", topology=sides, target_config=description
+  ).devices
+
+
+class _NamedTarget(PartitionedModel):
+  """Target whose instructions have the scope `target` in their names."""
+
+  def extend(self, *args):
+    with jax.named_scope("target"):
+      return super().extend(*args)
+
+
+class _NamedDraft(PartitionedDraft):
+  """Draft whose instructions have the scope `draft` in their names."""
+
+  def propose(self, *args):
+    with jax.named_scope("draft"):
+      return super().propose(*args)
+
+  def observe(self, *args):
+    with jax.named_scope("draft"):
+      return super().observe(*args)
+
+
 class Site:
-  """Mesh of TPU devices that are described but not present, for lowering programs."""
+  """Mesh of devices that are described but not present, for lowering programs."""
 
   def __init__(self, devices: Sequence[jax.Device]):
     self.mesh = make_mesh(len(devices), devices)
@@ -242,7 +285,7 @@ class _PairOnSite:
   def __init__(self, target: Config, draft: AnyConfig, site: Site, settings: CompileSettings):
     self.site, self.settings, self.tree = site, settings, settings.tree
     self.verifier = TokenVerifier(settings.sampling)
-    self.target = PartitionedModel(model_of(target), site.mesh)
+    self.target = _NamedTarget(model_of(target), site.mesh)
     self.target_params = site.params(target, RULES)
     self.draft_params = site.params(draft, settings.draft_rules)
     if isinstance(draft, DraftHead):
@@ -251,7 +294,7 @@ class _PairOnSite:
       unsharded, self.draft_params = factory.build(settings.sampling, self.tree), factory.params
     else:
       unsharded = model_draft(model_of(draft), settings.sampling, self.tree)
-    self.draft = PartitionedDraft(unsharded, site.mesh, settings.draft_rules)
+    self.draft = _NamedDraft(unsharded, site.mesh, settings.draft_rules)
     self.prompt = site.array((settings.batch_size, settings.source_tokens), jnp.int32)
     key_dtype = jax.eval_shape(jax.random.key, 0).dtype
     self.rng = site.array((settings.batch_size,), key_dtype)
@@ -307,9 +350,10 @@ class _PairOnSite:
     model = PartitionedModel(model_of(config), self.site.mesh, rules)
 
     def step(draft_params, cache, tokens, rng):
-      logits, _, cache = model.extend(draft_params, cache, tokens)
-      cache = model.commit(cache, cache.length + 1)
-      return cache, sample_logits(rng, logits[:, 0], self.settings.sampling)
+      with jax.named_scope("draft"):
+        logits, _, cache = model.extend(draft_params, cache, tokens)
+        cache = model.commit(cache, cache.length + 1)
+        return cache, sample_logits(rng, logits[:, 0], self.settings.sampling)
 
     prefill = functools.partial(model.prefill, num_slots=self.num_slots)
     _, cache = jax.eval_shape(prefill, self.draft_params, self.prompt)

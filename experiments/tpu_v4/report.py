@@ -1,10 +1,12 @@
-"""Compile decoding programs for a TPU on a machine without a TPU, and print the compiler's reports.
+"""Compile decoding programs for a TPU or GPU on a machine without one, and print a report on them.
 
   python -m experiments.tpu_v4.report --output report.json
   python -m experiments.tpu_v4.report --topology v5e:2x2
+  python -m experiments.tpu_v4.report --topology h100:1 --fused
 
-The notes below the printed table and experiments/tpu_v4/README.md explain the programs and the
-columns.
+The report on a TPU is that of the compiler; on a GPU, kernels are counted. The notes below the
+printed table, experiments/tpu_v4/README.md and experiments/gpu/README.md explain the programs and
+the columns.
 """
 
 import argparse
@@ -13,9 +15,11 @@ import importlib.metadata
 import json
 from typing import Any, get_args
 
+from experiments.gpu import kernels
 from experiments.tpu_v4 import compile as tpu_compile
 from experiments.tpu_v4 import examine
 from experiments.tpu_v4.beams import BeamSettings, beam_programs
+from specdec_jax import __version__
 from specdec_jax.core.atomic_files import atomic_write
 from specdec_jax.core.sampling import Sampling
 from specdec_jax.core.trees import AnyTree, DynamicTree
@@ -55,7 +59,7 @@ def main() -> None:
   parser.add_argument(
     "--topology",
     default="v4:1x1x1",
-    help="TPU and chips in each direction: v4:1x1x1 (default), v4:2x2x1, v5e:2x2, v5p:2x2x1, ...",
+    help="chip and number in each direction: v4:1x1x1 (default), v4:2x2x1, v5e:2x2, ..., h100:1",
   )
   parser.add_argument(
     "--cut_draft",
@@ -155,9 +159,12 @@ def main() -> None:
     programs = tpu_compile.programs(target, draft, devices, compile_settings)
   if args.no_loops:
     programs = {name: lower for name, lower in programs.items() if name not in examine.LOOPS}
-  report = examine.report(programs, gamma)
+  is_gpu = args.topology.split(":")[0] in tpu_compile.GPUS
+  report = kernels.report(programs) if is_gpu else examine.report(programs, gamma)
   settings = {name: value for name, value in vars(args).items() if name not in _NOT_SETTINGS}
-  versions = {name: importlib.metadata.version(name) for name in ("jax", "libtpu", "specdec_jax")}
+  by = tpu_compile.gpu_compiler() if is_gpu else "libtpu"
+  versions = {name: importlib.metadata.version(name) for name in ("jax", by)}
+  versions["specdec_jax"] = __version__
   nodes = f", {args.nodes} nodes{' (dynamic)' * args.dynamic}" if args.nodes else ""
   if args.beams:
     nodes = f", {args.beams} beams, {args.draft_beams or args.beams} of the draft{nodes}"
@@ -166,10 +173,14 @@ def main() -> None:
   title = (
     f"{family} {args.target} with {args.draft}{' (fused)' * args.fused}, "
     f"gamma {args.gamma}{nodes}, {args.dtype}{int8}, batch {args.batch_size}, "
-    f"TPU {args.topology}{', both sharded' * args.cut_draft}, jax {versions['jax']}, "
-    f"libtpu {versions['libtpu']}"
+    f"{'TPU ' * (not is_gpu)}{args.topology}{', both sharded' * args.cut_draft}, "
+    f"jax {versions['jax']}, {by} {versions[by]}"
   )
-  print(render(examine.report_table(report, title, chip), args.format), end="")
+  if is_gpu:
+    table = kernels.report_table(report, title)
+  else:
+    table = examine.report_table(report, title, chip)
+  print(render(table, args.format), end="")
   if args.output:
     text = json.dumps({"settings": settings, "versions": versions, **report}, indent=2)
     with atomic_write(args.output) as file:

@@ -2,11 +2,21 @@
 
 import functools
 
+import jax
+import pytest
 import tiny
 import tiny_pair
 
 from experiments.paper import reproduce as module
-from experiments.paper.reproduce import Checkpoints, Models, StandIns, Task, groups, reproduce
+from experiments.paper.reproduce import (
+  Checkpoints,
+  Models,
+  StandIns,
+  Task,
+  groups,
+  reproduce,
+  stand_ins,
+)
 from specdec_jax.load import checkpoint_draft
 from specdec_jax.measure.records import read
 
@@ -56,8 +66,10 @@ def test_speeds_are_measured_once_with_the_gammas_of_the_paper(tmp_path, capsys,
     repeats=1,
   )
   run()
-  said = capsys.readouterr().out
-  assert "EnDe" in said and "T5-base" in said
+  planned, _, said = capsys.readouterr().out.partition("Table 2, row by row")
+  assert "rows to measure" in planned and said.count(" EnDe ") == 2
+  # The paper's alpha and speed of T5-base at temperature 0 and 1.
+  assert " 0.80 " in said and " 2.8 " in said and " 0.68 " in said and " 2.4 " in said
   (folder,) = (tmp_path / "runs" / "speeds").iterdir()
   records = read(folder / "results.jsonl")
   assert folder.name == "EnDe_T5-base"
@@ -115,6 +127,23 @@ def test_dry_run_prints_memory_and_time_and_measures_nothing(tmp_path, capsys, m
   said = capsys.readouterr().out
   assert "Checkpoints: T5-XXL: " in said and "Stand-ins" not in said
   assert not [*tmp_path.glob("*/*/results.jsonl")]
+
+
+@pytest.mark.parametrize("true_sizes", [None, True])
+def test_stand_ins_of_the_papers_sizes(true_sizes, monkeypatch):
+  monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+  models = stand_ins(true_sizes)
+  sizes = {"T5-XXL": "xxl", "T5-large": "large", "T5-base": "base", "T5-small": "small"}
+  assert models == StandIns(sizes, "bfloat16") != stand_ins(False) == StandIns()
+  assert sum(len(group.rows) for group in groups(2, models)) == 12
+
+
+def test_stand_ins_share_the_target_and_simulate_the_alpha_of_the_row(tmp_path):
+  models = StandIns({"T5-XXL": "tiny", "T5-small": "tiny"})
+  task = tasks(tmp_path)["EnDe"]
+  first, second = (models.pair("T5-small", task, alpha) for alpha in (0.5, 0.75))
+  assert (first.simulated_alpha, second.simulated_alpha) == (0.5, 0.75)
+  assert first.target.params is second.target.params and first.draft.name == "t5_1.1_tiny"
 
 
 def test_the_target_is_loaded_once_for_all_drafts(tmp_path):

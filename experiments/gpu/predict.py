@@ -1,0 +1,365 @@
+"""Compile T5-XXL and its drafts for an H100, without one, and predict times from their kernels.
+
+  pip install -e '.[gpu_compiler]'
+  python -m experiments.gpu.predict experiments/gpu/compiled.jsonl --format markdown
+
+The model of a kernel's time has two numbers, which are fitted to two measured times: those of a
+step and of a round at batch 1 (`measured.jsonl`).
+"""
+
+import argparse
+import dataclasses
+import functools
+import importlib.metadata
+import json
+import pathlib
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from experiments.gpu.kernels import (
+  H100,
+  KINDS,
+  Kernel,
+  Kernels,
+  Model,
+  by_kind,
+  by_part,
+  fitted,
+  kernels,
+  num_bytes,
+)
+from experiments.tables import lines
+from experiments.tpu_v4 import compile as compiler
+from specdec_jax import theory
+from specdec_jax.core.sampling import Sampling
+from specdec_jax.core.trees import AnyTree, DynamicTree
+from specdec_jax.drafts.heads import HEADS, AnyConfig, DraftHead, new_head
+from specdec_jax.measure.machine import commit
+from specdec_jax.measure.tables import Table, render
+from specdec_jax.models.families import init_params
+from specdec_jax.models.quantization import param_dtype
+from specdec_jax.models.sizes import t5_config
+
+TOPOLOGY = "h100:1"
+TARGET = "xxl"
+MEASURED = pathlib.Path(__file__).with_name("measured.jsonl")
+# As measured: a source of about 35 tokens, padded to a multiple of 8.
+SOURCE_TOKENS = 40
+RANKS = (0.75, 0.11, 0.04, 0.02, 0.01)  # of children; the defaults of `experiments.tpu_v4.report`
+ALPHA, MAX_GAMMA = 0.75, 12
+
+Line = dict[str, Any]  # a line of the file of compiled programs
+
+
+@dataclasses.dataclass(frozen=True)
+class Setting:
+  """A program, and what it depends on.
+
+  Attributes:
+    program: name in `experiments.tpu_v4.compile.programs`.
+    draft: a size of T5 1.1, such as 'small'; 'base, 2 layers' for a decoder of fewer layers; or a
+      kind of head, such as 'parallel', of width 1024.
+    gamma: draft tokens per round, or the depth of a tree.
+    nodes: nodes of a tree; 0 for a chain. The tree of a head is dynamic.
+  """
+
+  program: str
+  draft: str = "small"
+  gamma: int = 5
+  nodes: int = 0
+  batch_size: int = 1
+  max_new_tokens: int = 96
+  temperature: float = 0.0
+  dtype: str = "bfloat16"
+  weights: str = "float"
+
+
+_STEPS = [
+  Setting("plain step", batch_size=b, max_new_tokens=n) for b, n in ((1, 96), (8, 64), (32, 64))
+]
+_ROUNDS = [
+  Setting("round", gamma=gamma, batch_size=b, max_new_tokens=n)
+  for b, n, gamma in ((1, 96, 5), (8, 64, 3), (32, 64, 3))
+]
+_PARTS = [Setting(name) for name in ("decode step", "verify")]
+_MODELS = "small", "base", "large", "base, 2 layers", "base, 1 layer"
+_HEADS = "heads", "parallel", "eagle", "conditioned", "features"
+_DRAFTS = [
+  *(Setting("draft step", draft) for draft in _MODELS),
+  *(Setting("drafting", draft) for draft in _HEADS),
+]
+_TREES = [Setting("verify", gamma=8, nodes=nodes) for nodes in (16, 32, 64)]
+_DYNAMIC = [
+  Setting(program, "parallel", 8, nodes)
+  for nodes in (16, 32, 64)
+  for program in ("drafting", "round")
+]
+_SIZES = [*(Setting("draft step", size) for size in ("small", "base", "large", "xl")), _STEPS[0]]
+SETTINGS = [*_STEPS, *_ROUNDS, *_PARTS, *_DRAFTS, *_TREES, *_DYNAMIC, _SIZES[-2]]
+
+
+def compiled_kernels(setting: Setting) -> Kernels:
+  """Return the kernels of a program, compiled for an H100."""
+  _, devices = compiler.described(TOPOLOGY)
+  target = _t5(TARGET, setting)
+  draft = _draft(setting, target)
+  tree: int | AnyTree = setting.gamma
+  if setting.nodes:
+    dynamic = DynamicTree(setting.nodes - 1, setting.gamma)
+    tree = (
+      dynamic
+      if isinstance(draft, DraftHead)
+      else theory.best_tree(RANKS, setting.nodes, setting.gamma)
+    )
+  settings = compiler.CompileSettings(
+    tree, setting.batch_size, SOURCE_TOKENS, setting.max_new_tokens, Sampling(setting.temperature)
+  )
+
+  programs = compiler.programs(target, draft, devices, settings)
+  return kernels(programs[setting.program]().compile().as_text() or "")
+
+
+def compile_missing(settings: Iterable[Setting], path: pathlib.Path) -> list[Line]:
+  """Compile the programs that the file `path` lacks, append them, and return all of its lines.
+
+  A line is a setting with the kernels as [part, kind, bytes, how often]. An interrupted run
+  resumes. The programs of SETTINGS take six minutes on two cores.
+  """
+  found = lines(path) if path.exists() else []
+  for setting in settings:
+    if any(_is_of(line, setting) for line in found):
+      continue
+    started = time.perf_counter()
+    counted = compiled_kernels(setting)
+    line = {
+      **dataclasses.asdict(setting),
+      "kernels": sorted([*kernel, n] for kernel, n in counted.items()),
+      "seconds": round(time.perf_counter() - started, 1),
+      "date": time.strftime("%Y-%m-%d", time.gmtime()),
+      "commit": commit(),
+      "jax": importlib.metadata.version("jax"),
+    }
+    with path.open("a", encoding="utf-8") as file:
+      file.write(json.dumps(line) + "\n")
+    found.append(line)
+  return found
+
+
+def kernels_of(compiled: Sequence[Line], setting: Setting) -> Kernels:
+  """Return the kernels of a setting in lines of a file; the last line counts."""
+  line = [each for each in compiled if _is_of(each, setting)][-1]
+  return {Kernel(part, kind, num_bytes): n for part, kind, num_bytes, n in line["kernels"]}
+
+
+def model_of_measurements(compiled: Sequence[Line]) -> Model:
+  """Return the model that is fitted to the measured step and round at batch 1."""
+  times = measured_us()
+  return fitted((kernels_of(compiled, s), times[s]) for s in (_STEPS[0], _ROUNDS[0]))
+
+
+def measured_us() -> dict[Setting, float]:
+  """Return the measured microseconds of steps and rounds, with the default flags of XLA."""
+  times: dict[Setting, float] = {}
+  for setting in (*_STEPS, *_ROUNDS):
+    gamma = setting.gamma if setting.program == "round" else 0
+    shape = dict(gamma=gamma, batch_size=setting.batch_size, flags=None, null=False)
+    shape |= dict(max_new_tokens=setting.max_new_tokens, temperature=0.0)
+    (line,) = (line for line in lines(MEASURED) if shape.items() <= line.items())
+    times[setting] = 1e3 * line["round_ms"]
+  return times
+
+
+# Tables.
+
+
+def gpu_times_table(compiled: Sequence[Line]) -> Table:
+  """Return a table of predicted and measured times of steps and rounds."""
+  rows: list[tuple[str, ...]] = []
+  times = measured_us()
+  for setting in (*_STEPS, *_ROUNDS):
+    found = kernels_of(compiled, setting)
+    us, kinds = H100.us(found), by_kind(found)
+    name = f"round, gamma {setting.gamma}" if setting.program == "round" else "step"
+    rows.append(
+      (
+        name,
+        f"{setting.batch_size}",
+        f"{sum(found.values()):.0f}",
+        *(f"{sum(kinds[kind].values()):.0f}" for kind in KINDS),
+        f"{num_bytes(found) / 1e9:.2f}",
+        f"{us / 1e3:.2f}",
+        f"{times[setting] / 1e3:.2f}",
+        f"{100 * (us / times[setting] - 1):+.1f}%",
+      )
+    )
+  columns = "program", "batch", "kernels", *KINDS, "GB", "predicted ms", "measured ms", "difference"
+  notes = (
+    f"A kernel takes max({H100.fixed_us:g} us, bytes / {H100.gb_per_s:g} GB/s). Both numbers are "
+    "fitted to the step and the round at batch 1; the other rows are predictions.",
+    "Kernels of a step or a round, each draft step of a round included. GB: bytes that the kernels "
+    "read and write.",
+  )
+  return Table("Kernels and times", columns, tuple(rows), notes)
+
+
+def gpu_parts_table(compiled: Sequence[Line]) -> Table:
+  """Return a table of the kernels and microseconds of each part of the round at batch 1."""
+  rows: list[tuple[str, ...]] = []
+  found = kernels_of(compiled, _ROUNDS[0])
+  for part, of_part in {**by_part(found), "all": found}.items():
+    kinds, cells = by_kind(of_part), []
+    for of_kind in (of_part, *(kinds[kind] for kind in KINDS)):
+      cells.append(f"{H100.us(of_kind):.0f} ({sum(of_kind.values()):.0f})")
+    at_bandwidth = num_bytes(of_part) / H100.gb_per_s / 1e3
+    rows.append((part, *cells, f"{at_bandwidth:.0f}"))
+  columns = "part", "all", *KINDS, "of bytes alone"
+  notes = (
+    "Predicted microseconds, and the number of kernels. draft: all draft steps. target: a forward "
+    "pass over six tokens. rest: verification, caches, and the records of the round.",
+    "of bytes alone: the time of all bytes at the model's bandwidth.",
+  )
+  return Table("Where the time of a round goes, gamma 5, batch 1", columns, tuple(rows), notes)
+
+
+def gpu_drafts_table(compiled: Sequence[Line]) -> Table:
+  """Return a table of drafts: kernels and predicted time of a draft step, c, and the best gamma."""
+  rows: list[tuple[str, ...]] = []
+  step_us = H100.us(kernels_of(compiled, _STEPS[0]))
+  v_5 = H100.us(kernels_of(compiled, _PARTS[1])) / H100.us(kernels_of(compiled, _PARTS[0]))
+  for setting in _DRAFTS:
+    found = kernels_of(compiled, setting)
+    steps = setting.gamma if setting.program == "drafting" else 1
+    us = H100.us(found) / steps
+    speeds = {
+      gamma: float(theory.walltime_improvement(ALPHA, gamma, us / step_us, v_5))
+      for gamma in range(1, MAX_GAMMA + 1)
+    }
+    gamma = max(speeds, key=lambda each: speeds[each])
+    rows.append(
+      (
+        setting.draft,
+        f"{sum(found.values()) / steps:.0f}",
+        f"{num_bytes(found) / steps / 1e6:.1f}",
+        f"{us:.0f}",
+        f"{us / step_us:.3f}",
+        f"{gamma}",
+        f"{speeds[gamma]:.2f}",
+      )
+    )
+  columns = "draft", "kernels", "MB", "us", "c", "best gamma", "speedup"
+  notes = (
+    "For each draft token, T5-XXL, bfloat16, batch 1. Heads are of width 1024, with two layers if "
+    "the kind has layers, at gamma 5. 'base, 2 layers' is a T5-base with a decoder of two layers.",
+    f"best gamma, speedup: Theorem 8 with c, v = {v_5:.3f} and alpha {ALPHA:g} for every draft. A "
+    "smaller draft has a smaller alpha, which must be measured.",
+  )
+  return Table("Predicted costs of drafts on an H100", columns, tuple(rows), notes)
+
+
+def gpu_trees_table(compiled: Sequence[Line]) -> Table:
+  """Return a table of v for trees, and of rounds with a dynamic tree of a one-pass draft."""
+  step_us, decode_us = (H100.us(kernels_of(compiled, s)) for s in (_STEPS[0], _PARTS[0]))
+  rows = [("6, chain", *_cost(kernels_of(compiled, _PARTS[1]), decode_us), "-", "-", "-", "-")]
+  for nodes in (16, 32, 64):
+    verify = kernels_of(compiled, Setting("verify", gamma=8, nodes=nodes))
+    drafting, round_ = (
+      kernels_of(compiled, Setting(program, "parallel", 8, nodes))
+      for program in ("drafting", "round")
+    )
+    ratio = f"{H100.us(round_) / step_us:.3f}"
+    cells = (
+      f"{sum(drafting.values()):.0f}",
+      f"{H100.us(drafting):.0f}",
+      f"{sum(round_.values()):.0f}",
+    )
+    rows.append((f"{nodes}", *_cost(verify, decode_us), *cells, ratio))
+  columns = "nodes", "kernels", "ms", "v", "drafting kernels", "drafting us", "round kernels"
+  notes = (
+    "kernels, ms, v: a target pass over the nodes of a static tree of depth 8; v is its time over "
+    "that of a decode step.",
+    "The other columns: a head of kind `parallel`, which drafts in one pass, and a dynamic tree of "
+    "depth 8. round: time of a round / a step of autoregressive decoding, so it is the number of "
+    "tokens per round at which speculation pays.",
+  )
+  return Table("Predicted costs of trees on an H100", (*columns, "round"), tuple(rows), notes)
+
+
+def gpu_sizes_table(compiled: Sequence[Line]) -> Table:
+  """Return a table of the sizes of T5 1.1: memory, and predicted time of a step."""
+  small_us, rows = H100.us(kernels_of(compiled, _SIZES[0])), []
+  for setting in _SIZES:
+    size = TARGET if setting is _STEPS[0] else setting.draft
+    config = _t5(size, setting)
+    us = H100.us(kernels_of(compiled, setting))
+    cache = 4 * config.num_decoder_layers * config.num_heads * config.head_dim * 2 * 256
+    memory = (_parameter_bytes(size, dtype, weights) / 1e9 for dtype, weights in _FORMATS)
+    cells = [f"{gigabytes:.2f}" for gigabytes in memory]
+    rows.append((size, *cells, f"{cache / 1e6:.1f}", f"{us / 1e3:.2f}", f"{small_us / us:.2f}"))
+  columns = "size", "float32 GB", "bfloat16 GB", "int8 GB", "caches MB", "ms per step", "c of small"
+  notes = (
+    "GB: parameters, encoder included. caches: keys and values in bfloat16 of one row, with 256 "
+    "source tokens and 256 slots.",
+    "ms per step: predicted for bfloat16, batch 1. c of small: that of T5-small as the draft.",
+  )
+  return Table("Sizes of T5 1.1 on an H100", columns, tuple(rows), notes)
+
+
+_FORMATS = ("float32", "float"), ("bfloat16", "float"), ("bfloat16", "int8")
+
+
+def _parameter_bytes(size: str, dtype: str, weights: str) -> int:
+  config = _t5(size, Setting("", dtype=dtype, weights=weights))
+  shapes = jax.eval_shape(functools.partial(init_params, config), jax.random.key(0))
+  leaves = jax.tree.leaves_with_path(shapes)
+  return sum(x.size * jnp.dtype(param_dtype(path, x, config)).itemsize for path, x in leaves)
+
+
+TABLES = gpu_sizes_table, gpu_times_table, gpu_parts_table, gpu_drafts_table, gpu_trees_table
+
+
+def _cost(found: Kernels, decode_us: float) -> tuple[str, str, str]:
+  us = H100.us(found)
+  return f"{sum(found.values()):.0f}", f"{us / 1e3:.2f}", f"{us / decode_us:.3f}"
+
+
+def _is_of(line: Mapping[str, Any], setting: Setting) -> bool:
+  return all(line[name] == value for name, value in dataclasses.asdict(setting).items())
+
+
+def _t5(size: str, setting: Setting) -> Any:
+  """Return the configuration of a T5 1.1, laid out as it is loaded for decoding."""
+  return t5_config(
+    size,
+    dtype=jnp.dtype(setting.dtype),
+    weights=setting.weights,
+    fused=True,
+    tied_logits=False,
+  )
+
+
+def _draft(setting: Setting, target: Any) -> AnyConfig:
+  name, _, layers = setting.draft.partition(", ")
+  num_layers = int(layers.split()[0]) if layers else None
+  if name in HEADS:
+    options = dict(emb_dim=1024, mlp_dim=4096, num_decoder_layers=num_layers or 2)
+    return new_head(target, name, gamma=setting.gamma, **options)
+  config = _t5(name, setting)
+  return dataclasses.replace(config, num_decoder_layers=num_layers or config.num_decoder_layers)
+
+
+def main() -> None:
+  parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+  parser.add_argument("compiled", type=pathlib.Path, help="file of the compiled programs")
+  parser.add_argument("--format", default="terminal", help="terminal (default), markdown or csv")
+  args = parser.parse_args()
+  compiled = compile_missing(SETTINGS, args.compiled)
+  for table in TABLES:
+    print(render(table(compiled), args.format))
+
+
+if __name__ == "__main__":
+  main()

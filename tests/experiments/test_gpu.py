@@ -1,0 +1,209 @@
+"""Programs that are compiled for an H100, their kernels, and the script for a machine with a GPU.
+
+Run as a script, this file compiles programs: the compiler needs settings before jax starts.
+"""
+
+import json
+import os
+import pathlib
+import subprocess
+import sys
+
+import pytest
+
+from experiments.gpu.kernels import H100, Kernel, Model, array_bytes, fitted, kernels
+
+FOLDER = pathlib.Path(__file__).parents[2] / "experiments/gpu"
+COMPILED = FOLDER / "compiled.jsonl"
+
+# A product of a row and a matrix; a loop of four steps with a write to a cache, and a branch.
+PROGRAM = """
+HloModule jit_round
+
+%product (p.0: bf16[1,8], p.1: bf16[8,16]) -> bf16[1,16] {
+  %p.0 = bf16[1,8]{1,0} parameter(0)
+  %p.1 = bf16[8,16]{1,0} parameter(1)
+  ROOT %dot.1 = bf16[1,16]{1,0} dot(%p.0, %p.1), metadata={op_name="jit(f)/target/wi._matmul/dot"}
+}
+
+%write (p.2: bf16[100,4], p.3: bf16[1,4], p.4: s32[]) -> bf16[100,4] {
+  %p.2 = bf16[100,4]{1,0} parameter(0)
+  %p.3 = bf16[1,4]{1,0} parameter(1)
+  %p.4 = s32[] parameter(2)
+  ROOT %update = bf16[100,4]{1,0} dynamic-update-slice(%p.2, %p.3, %p.4, %p.4)
+}
+
+%lookup (p.5: bf16[100,4], p.6: s32[]) -> bf16[1,4] {
+  %p.5 = bf16[100,4]{1,0} parameter(0)
+  %p.6 = s32[] parameter(1)
+  %view = bf16[100,4]{1,0} bitcast(%p.5)
+  ROOT %row = bf16[1,4]{1,0} dynamic-slice(%view, %p.6, %p.6), dynamic_slice_sizes={1,4}
+}
+
+%body (s.0: (s32[], bf16[100,4])) -> (s32[], bf16[100,4]) {
+  %s.0 = (s32[], bf16[100,4]{1,0}) parameter(0)
+  %step = s32[] get-tuple-element(%s.0), index=0
+  %cache = bf16[100,4]{1,0} get-tuple-element(%s.0), index=1
+  %new = bf16[1,4]{1,0} fusion(%cache, %step), kind=kLoop, calls=%lookup
+  %written = bf16[100,4]{1,0} fusion(%cache, %new, %step), kind=kLoop, calls=%write
+  ROOT %next = (s32[], bf16[100,4]{1,0}) tuple(%step, %written)
+}
+
+%condition (s.1: (s32[], bf16[100,4])) -> pred[] {
+  %s.1 = (s32[], bf16[100,4]{1,0}) parameter(0)
+  %at = s32[] get-tuple-element(%s.1), index=0
+  ROOT %lt = pred[] compare(%at, %at), direction=LT
+}
+
+%few (b.0: s32[]) -> s32[] {
+  ROOT %b.0 = s32[] parameter(0)
+}
+
+%many (b.1: s32[]) -> s32[] {
+  %b.1 = s32[] parameter(0)
+  ROOT %copy.2 = s32[] copy(%b.1)
+}
+
+ENTRY %main (x: bf16[1,8], w: bf16[8,16], cache.1: bf16[100,4]) -> bf16[1,16] {
+  %x = bf16[1,8]{1,0} parameter(0)
+  %w = bf16[8,16]{1,0} parameter(1)
+  %cache.1 = bf16[100,4]{1,0} parameter(2)
+  %zero = s32[] constant(0)
+  %start = s32[] copy(%zero), metadata={op_name="jit(f)/add"}
+  %p = f32[3]{0} negate(%x), metadata={op_name="jit(f)/target/self_attention/q,k->qk/dot_general"}
+  %n = f32[5]{0} negate(%x), metadata={op_name="jit(f)/target/pre_self_attention_norm/mul"}
+  %state = (s32[], bf16[100,4]{1,0}) tuple(%start, %cache.1)
+  %loop = (s32[], /*index=1*/bf16[100,4]{1,0}) while(%state), condition=%condition, body=%body, \
+metadata={op_name="jit(f)/draft/while"}, backend_config={"known_trip_count":{"n":"4"}}
+  %branch = s32[] conditional(%start, %start, %start), branch_computations={%few, %many}
+  ROOT %y = bf16[1,16]{1,0} fusion(%x, %w), kind=kCustom, calls=%product, \
+metadata={op_name="jit(f)/target/wi._matmul/dot_general"}
+}
+"""
+
+
+def main() -> None:
+  """Compile a draft step and a round of T5-small with itself, and print their kernels as JSON."""
+  import dataclasses
+
+  import jax.numpy as jnp
+
+  from experiments.gpu.kernels import report
+  from experiments.tpu_v4.compile import CompileSettings, described, programs
+  from specdec_jax.core.sampling import Sampling
+  from specdec_jax.models.sizes import t5_config
+
+  _, devices = described("h100:1")
+  small = t5_config("small", dtype=jnp.bfloat16, fused=True, num_encoder_layers=1)
+  one, two = (dataclasses.replace(small, num_decoder_layers=layers) for layers in (1, 2))
+  settings = CompileSettings(4, source_tokens=40, sampling=Sampling(0.0))
+  names = "draft step", "round"
+  found = [programs(config, config, devices, settings) for config in (one, two)]
+  print(json.dumps([report({name: each[name] for name in names})["programs"] for each in found]))
+
+
+def test_kernels_of_a_program():
+  lookup, write = 8 + 8 + 4, 8 + 8 + 4  # a row is read and written; and the index
+  assert kernels(PROGRAM) == {
+    Kernel("target", "matmul", 2 * (8 + 8 * 16 + 16)): 1,
+    Kernel("draft", "other", lookup): 4,
+    Kernel("draft", "write", write): 4,
+    Kernel("draft", "other", 4 + 4 + 1): 4,  # the condition
+    Kernel("draft", "other", 4 + 4): 1,  # the longer branch, which has no name
+    Kernel("rest", "other", 4 + 4): 1,
+    Kernel("target", "attention", 16 + 12): 1,
+    Kernel("target", "norm", 16 + 20): 1,
+  }
+
+
+def test_bytes_of_shapes():
+  shapes = {"(bf16[2,3]{1,0}, pred[5]{0})": 17, "f32[]": 4, "s4[3]": 2, "f8e4m3fn[10]": 10}
+  assert {shape: array_bytes(shape) for shape in shapes} == shapes
+
+
+def test_times_of_kernels():
+  small, large = Kernel("draft", "other", 10), Kernel("draft", "matmul", 6_000_000)
+  model = Model(2.0, 3000)
+  assert model.us({small: 3, large: 1}) == 3 * 2 + 2
+  assert model.us({Kernel("draft", "matmul", 12_000_000): 2}) == 2 * 4
+  huge = Kernel("target", "matmul", 10**10)
+  programs = [{huge: 1, small: 100}, {huge: 1, small: 1100}]
+  assert fitted((each, model.us(each)) for each in programs) == model
+
+
+def test_model_of_the_records_predicts_the_measured_batches_within_a_tenth():
+  from experiments.gpu import predict
+  from experiments.tables import lines
+
+  compiled = lines(COMPILED)
+  measured = predict.measured_us()
+  assert predict.model_of_measurements(compiled) == H100
+  assert len(measured) == 6
+  for setting, us in measured.items():
+    predicted = H100.us(predict.kernels_of(compiled, setting))
+    assert abs(predicted / us - 1) < (0.01 if setting.batch_size == 1 else 0.1), setting
+
+
+def test_records_have_all_settings():
+  from experiments.gpu import predict
+
+  before = COMPILED.read_text()
+  predict.compile_missing(predict.SETTINGS, COMPILED)  # compiles nothing
+  assert COMPILED.read_text() == before
+
+
+def test_programs_compile_for_an_h100_without_one():
+  from experiments.tpu_v4.compile import gpu_compiler
+
+  if gpu_compiler() is None:
+    pytest.skip("the compiler for GPU is not installed (extra 'gpu_compiler')")
+  env = os.environ | {"XLA_FLAGS": ""}
+  root = FOLDER.parents[1]
+  env["PYTHONPATH"] = os.pathsep.join([str(root), str(root / "tests")])
+  done = subprocess.run([sys.executable, __file__], env=env, stdout=subprocess.PIPE, check=True)
+  one, two = json.loads(done.stdout)
+  layers = {
+    name: sum(two[name]["kernels"].values()) - sum(one[name]["kernels"].values()) for name in one
+  }
+  assert 8 <= layers["draft step"] <= 24  # a layer has 10 to 23, by the kernels of `models`
+  # A pass over two tokens, three draft steps, and a target pass over five tokens.
+  assert 5 * 8 <= layers["round"] <= 5 * 30
+  weights = 2 * (6 * 512 * 384 + 3 * 512 * 1024)
+  assert weights <= two["draft step"]["bytes"] - one["draft step"]["bytes"] <= 3.5 * weights
+  assert all(us > 0 for us in two["round"]["us"].values())
+
+
+def test_script_measures_each_setting_once(tmp_path):
+  sizes = "--target=tiny", "--draft=tiny", "--num_texts=2", "--max_new_tokens=6"
+  run = [sys.executable, "-m", "experiments.gpu.measure", str(tmp_path), *sizes]
+  parts = "speed", "identity", "top_k", "int8", "tree"
+  env = os.environ | {"JAX_PLATFORMS": "cpu"}
+
+  def printed(*options):
+    command = [*run, *options, "--parts", *parts]
+    return subprocess.run(
+      command, cwd=FOLDER.parents[1], env=env, stdout=subprocess.PIPE, text=True, check=True
+    ).stdout
+
+  assert "speed: 5 settings" in printed("--dry_run") and not [*tmp_path.iterdir()]
+  assert "speed: done" in printed()
+  text = (tmp_path / "results.jsonl").read_text()
+  found = [json.loads(line) for line in text.splitlines()]
+  assert [line["part"] for line in found] == [
+    *["speed"] * 5,
+    *["identity"] * 2,
+    *["top_k"] * 2,
+    *["int8"] * 2,
+    *["tree"] * 2,
+  ]
+  for line in found:
+    if line["part"] == "identity":
+      assert line["texts"] == 2 and not any(line["different"].values())
+    else:
+      assert line["tokens_per_row"] == 6 and line["total_ms"] > 0 and line["commit"]
+  assert "settings" not in printed()
+  assert (tmp_path / "results.jsonl").read_text() == text
+
+
+if __name__ == "__main__":
+  main()
