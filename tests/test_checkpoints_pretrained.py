@@ -9,6 +9,7 @@ import types
 import warnings
 
 import jax
+import model_files
 import numpy as np
 import pytest
 import test_checkpoints_gpt2 as gpt2
@@ -18,7 +19,6 @@ from huggingface_hub import constants
 from safetensors.numpy import load_file, save_file
 from test_checkpoints_formats import assert_rejected, hf_tensors, params, write_hf
 
-from scripts.checkout_layers import model_files
 from specdec_jax.checkpoints import huggingface
 from specdec_jax.checkpoints.load import load_params, open_checkpoint
 from specdec_jax.core.decode import Decoder
