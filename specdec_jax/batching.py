@@ -10,7 +10,6 @@ Axis letters are those of `core.types`; M is the number of texts. A block has B 
 there are slots, or one.
 """
 
-import functools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -170,15 +169,11 @@ def _exchange(slots: Rows, slot: Array, block: Rows, row: Array) -> tuple[Rows, 
   """Exchange a row of `slots` for a row of `block`, which receives the fields of results only."""
 
   def with_row(target: DecodeState, j: Array, source: DecodeState, i: Array, names: Sequence[str]):
-    def copy(axis: int, source: Array, target: Array) -> Array:
-      one = lax.dynamic_index_in_dim(source, i, axis)
-      return lax.dynamic_update_index_in_dim(target, one, j, axis)
+    def copy(source: Array, target: Array) -> Array:
+      return lax.dynamic_update_index_in_dim(target, lax.dynamic_index_in_dim(source, i), j, 0)
 
-    changed = {}
-    for name in names:
-      copy_field = functools.partial(copy, 1 if name == "rounds" else 0)
-      changed[name] = jax.tree.map(copy_field, getattr(source, name), getattr(target, name))
-    return target._replace(**changed)
+    fields = ({name: getattr(state, name) for name in names} for state in (source, target))
+    return target._replace(**jax.tree.map(copy, *fields))
 
   new_slots = with_row(slots.state, slot, block.state, row, DecodeState._fields)
   used = with_row(block.state, row, slots.state, slot, _OF_RESULTS)

@@ -87,8 +87,9 @@ def load_pair(
       Sharded parameters are not converted for decoding, because that would concatenate matrices
       across shards.
     draft_shardings: the same for a draft that is a separate model.
-    kernels: 'xla' for XLA only; 'auto' uses `kernels.skinny` on a CPU, if available and without
-      `shardings`, for matmuls with weights, attention and T5's norms.
+    kernels: 'xla' for XLA only; 'gpu' for XLA with the matmuls of `kernels.gpu`; without
+      `shardings`, 'auto' uses 'gpu' on a GPU and, if available, `kernels.skinny` on a CPU, for
+      matmuls with weights, attention and T5's norms.
     weights: how the matrices of the target are kept in memory. 'float': in `dtype`. 'stored':
       bfloat16 matrices of the checkpoint stay in bfloat16 if `kernels.skinny` is used, which halves
       the bytes that a step reads and does not change the output. 'int8': quantized on loading
@@ -380,13 +381,17 @@ def _with_vocabulary(role: str, checkpoint: Checkpoint, vocabulary: Vocabulary) 
 
 def laid_out(config: Config, shardings: ShardingsFn, kernels: str) -> Config:
   """Return the configuration in the layout for decoding; unchanged if parameters are sharded."""
-  if kernels not in ("auto", "xla"):
-    raise InputError(f"kernels is {kernels!r}; use 'auto' or 'xla'.")
+  if kernels not in ("auto", "gpu", "xla"):
+    raise InputError(f"kernels is {kernels!r}; use 'auto', 'gpu' or 'xla'.")
   places = jax.tree.leaves(make_shardings(shardings, config)) if shardings else []
   if not all(place.is_fully_replicated for place in places):
     return config
-  here = kernels == "auto" and not shardings and skinny.is_available(config.dtype)
-  kernels = "skinny" if here else "xla"
+  if shardings:
+    kernels = "xla"
+  elif kernels == "auto" and jax.default_backend() == "gpu":
+    kernels = "gpu"
+  elif kernels == "auto":
+    kernels = "skinny" if skinny.is_available(config.dtype) else "xla"
   return dataclasses.replace(config, fused=True, tied_logits=False, kernels=kernels)
 
 

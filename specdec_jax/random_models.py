@@ -151,7 +151,8 @@ def random_model(
     elif len(shape) == 1:
       array = jnp.ones(shape, dtype)
     else:
-      array = jax.random.normal(key, shape, dtype) * shape[-2] ** -0.5
+      depth = shape[-1 if config.kernels == "gpu" else -2]
+      array = jax.random.normal(key, shape, dtype) * depth**-0.5
     return array if place is None else jax.lax.with_sharding_constraint(array, place)
 
   keys = jax.random.split(jax.random.key(0), len(leaves))

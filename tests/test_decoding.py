@@ -14,10 +14,16 @@ import pytest
 import tiny
 from tiny import autoregressive_decode, speculative_decode
 
-from specdec_jax.core.decode import Decoder, DecodeState, NullDraft
+from specdec_jax.core.decode import (
+  Decoder,
+  DecodeState,
+  NullDraft,
+  empty_rounds,
+  unpacked_rounds,
+)
 from specdec_jax.core.sampling import Sampling
 from specdec_jax.core.trees import chain
-from specdec_jax.core.types import Rounds
+from specdec_jax.core.types import Params
 from specdec_jax.core.verify.tokens import TokenVerifier
 from specdec_jax.drafts.model import ModelDraft
 from specdec_jax.models.t5 import T5Model
@@ -286,16 +292,28 @@ def test_rejected_eos_does_not_end_a_row():
 
 def test_tokens_past_the_end_are_0():
   """In the prompts of a decoder-only model, these positions may hold padding."""
-  rounds = Rounds(*(np.zeros((4, 2), int) for _ in range(4)))
   state = DecodeState(*[None] * len(DecodeState._fields))._replace(
     tokens=jnp.array([[7, 2, 3, 9, 9, 9], [7, 6, 5, 4, 3, 9]]),
     length=jnp.array([3, 5]),
     prompt_length=jnp.array([1, 2]),
     num_rounds=jnp.array([4, 4]),
-    rounds=rounds,
+    rounds=empty_rounds(chain(0), 4, 2),
   )
   out = Decoder(TARGET, NullDraft(), TokenVerifier(GREEDY)).result(state)
   assert (out.tokens.tolist(), out.lengths.tolist()) == ([[2, 3, 0, 0], [5, 4, 3, 0]], [2, 3])
+
+
+def test_row_that_has_ended_does_not_overwrite_its_rounds():
+  """In a batch with other rows, it may run more rounds than there are slots for."""
+  draft, decoder_params = ModelDraft(TARGET, GREEDY, chain(2)), Params(params(), params())
+  decoder = Decoder(TARGET, draft, TokenVerifier(GREEDY))
+  state = decoder.init(decoder_params, jnp.asarray(prompts()[:2]), keys(batch=2), LIMIT)
+  ended = jnp.array([True, False])
+  state = state._replace(done=ended, num_rounds=jnp.array([LIMIT + 3, LIMIT - 1]))
+  state = state._replace(rounds=jnp.full_like(state.rounds, 7))
+  after = unpacked_rounds(draft.tree, decoder.round(decoder_params, state).rounds)
+  assert all((x[:, 0] == 7).all() for x in after[:4])
+  assert after.num_emitted[:, 1].tolist() == [7] * (LIMIT - 1) + [3]
 
 
 @pytest.mark.slow

@@ -155,6 +155,7 @@ def test_decoding_layout_does_not_change_logits(variant):
   cfg, of = VARIANTS[variant], case(variant)
   fused, params = for_decoding(cfg, of.params)
   layouts = [(fused, params)]
+  layouts.append((dataclasses.replace(fused, kernels="gpu"), tiny.transposed(params)))
   if skinny.is_available():
     layouts.append((dataclasses.replace(fused, kernels="skinny"), tiny.packed(params)))
   block = jnp.asarray(take(of.tokens, of.begins - 1, 5))

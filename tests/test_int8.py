@@ -28,7 +28,7 @@ GREEDY, RANDOM = Sampling(0.0), Sampling(1.0)
 needs_kernels = pytest.mark.skipif(
   not skinny.is_available(), reason="needs a C++ compiler and a CPU, one device"
 )
-KERNELS = ["xla", pytest.param("auto", marks=needs_kernels)]
+KERNELS = ["xla", "gpu", pytest.param("auto", marks=needs_kernels)]
 TARGET_LOGITS = [kind for kind, head in HEADS.items() if head.uses_target_logits]
 
 

@@ -352,9 +352,25 @@ def test_nearest_tokens_of_a_large_vocabulary_are_those_of_sorting(masses, size)
     want = [kept_by_sorting(*row, total) for row in zip(distances, given)]
     np.testing.assert_array_equal(got, want)
     for row in (0, 2):  # alone, without flat rows
-      weight = jnp.asarray(weights[row]) if masses else 1
-      alone = sampling.nearest(jnp.asarray(distances[row]), weight, total)
-      np.testing.assert_array_equal(alone, want[row])
+      weight, alone = jnp.asarray(weights[row]) if masses else 1, jnp.asarray(distances[row])
+      np.testing.assert_array_equal(sampling.nearest(alone, weight, total), want[row])
+      on_gpu = sampling._threshold_in_few_passes(alone, weight, total)
+      np.testing.assert_array_equal(sampling._bits(alone) <= on_gpu, want[row])
+    on_gpu = sampling._threshold_in_few_passes(distances, weights if masses else 1, total)
+    np.testing.assert_array_equal(sampling._bits(distances) <= on_gpu, want)
+
+
+@pytest.mark.parametrize("coupled", [False, True])
+@pytest.mark.parametrize("independent", [False, True])
+def test_siblings_at_temperature_0_are_the_best_tokens_and_have_no_q(independent, coupled):
+  logits, counts = np.random.default_rng(0).normal(size=(4, 2, 9)), np.array([3, 1])
+  best = np.argsort(-logits, axis=-1)
+  want = [best[:, 0, : 1 if independent else 3], best[:, 1, :1]]
+  want[0] = np.broadcast_to(want[0], (4, 3))
+  keys = jax.random.split(jax.random.key(0), 4)
+  found = sample_siblings(keys, jnp.asarray(logits), Sampling(0), counts, independent, coupled)
+  np.testing.assert_array_equal(found[0], np.concatenate(want, axis=1))
+  assert found[1] is None
 
 
 @pytest.mark.parametrize("independent", [False, True])

@@ -3,6 +3,7 @@
 The reference for the arithmetic is the T5 in numpy below, in float64.
 """
 
+import dataclasses
 import functools
 
 import jax
@@ -17,7 +18,7 @@ from scipy import special
 from specdec_jax.core import trees
 from specdec_jax.core.trees import Tree, branching
 from specdec_jax.models.config import T5Config
-from specdec_jax.models.families import init_params
+from specdec_jax.models.families import for_decoding, init_params
 from specdec_jax.models.layers import RelativePositionBias
 from specdec_jax.models.sizes import t5_config
 from specdec_jax.models.t5 import T5Model
@@ -320,6 +321,51 @@ def test_tree_has_the_logits_of_its_paths(tree):
 def test_wrong_attention_in_a_tree_is_detected(monkeypatch, fault):
   monkeypatch.setattr(trees, "_place_tree", functools.partial(fault, trees._place_tree))
   assert far_off(off_paths(*in_trees(), TREES["full"])) == TREE_FAULTS[fault]
+
+
+# Kernels for GPUs.
+
+
+@pytest.mark.parametrize(
+  "variant, weights",
+  [
+    ("1.1", "float"),
+    ("1.0", "float"),
+    *(pytest.param(v, "float", marks=pytest.mark.slow) for v in ("umT5", "BART", "T5Gemma")),
+    pytest.param("1.1", "int8", marks=pytest.mark.slow),
+  ],
+)
+def test_kernels_for_gpus_change_logits_by_rounding_only(variant, weights):
+  """One row, several rows, a tree and its commit, many rows, and texts that share a source."""
+  fused, params = for_decoding(VARIANTS[variant], tiny.params(VARIANTS[variant], 0))
+  params = tiny.quantized(params) if weights == "int8" else params
+  fused = dataclasses.replace(fused, weights=weights)
+  gpu = dataclasses.replace(fused, kernels="gpu")
+  models = Cached(fused, params), Cached(gpu, tiny.transposed(params))
+  tree = TREES["uneven"]
+  path = np.flatnonzero(tree.ancestors[-1])[1:]
+
+  def found(model, source, texts):
+    """Return logits and hidden states of blocks, and the cache, as arrays [B, 2 G, T, D]."""
+    cache = model.prefill(source, 50)
+    cache = cache.repeat_rows(texts) if texts > 1 else cache
+    rows, outputs = len(source) * texts, []
+    tokens = np.random.default_rng(3).integers(0, 21, (rows, 40)).astype(np.int32)
+    for block in 1, 1, 6, 20:
+      logits, hidden, cache = model.extend(cache, tokens[:, :block])
+      cache = model.commit(cache, cache.length + block)
+      outputs += [logits, hidden]
+    logits, hidden, cache = model.extend(cache, tokens[:, : tree.num_nodes], tree)
+    paths = np.broadcast_to(path, (rows, len(path)))
+    cache = model.commit(cache, cache.length + 1 + len(path), tree, jnp.asarray(paths))
+    outputs += [logits, hidden, *model.extend(cache, tokens[:, :3])[:2]]
+    return [*outputs, *(jnp.concatenate(layer, axis=1) for layer in cache.layers)]
+
+  for batch, texts in (1, 1), (2, 2):
+    source = tiny.sources(fused, 0, batch)
+    want, got = (found(model, source, texts) for model in models)
+    for x, y in zip(want, got, strict=True):
+      assert np.abs(x - y).max() <= 3e-6 * np.abs(x).max()
 
 
 # The arithmetic of the paper.

@@ -155,6 +155,15 @@ def packed(params, pairs=False):
   return jax.tree_util.tree_map_with_path(pack, params)
 
 
+def transposed(params):
+  """Return the parameters of a model with `kernels='gpu'`."""
+
+  def transpose(path, x):
+    return x.T if path[-1].key == "kernel" else x
+
+  return jax.tree_util.tree_map_with_path(transpose, params)
+
+
 def near(tree, seed: int, noise: float):
   """Return a good draft: `tree` plus noise of `noise` standard deviations of each array."""
   rng = np.random.default_rng(seed)

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jaxtyping import Float, Int, Key
 
-from specdec_jax.core.decode import Decoder, DecodeState
+from specdec_jax.core.decode import Decoder, DecodeState, unpacked_rounds
 from specdec_jax.core.settings import Settings, traced
 from specdec_jax.core.types import DecodeResult, Draft, Model, Params, Verifier
 
@@ -74,7 +74,8 @@ class AdaptiveDecoder(Settings):
     max_gamma = widest.draft.tree.depth
 
     def step(state: DecodeState) -> DecodeState:
-      accepted, rejected = state.rounds.acceptance_counts()
+      past = unpacked_rounds(widest.draft.tree, state.rounds)
+      accepted, rejected = past.acceptance_counts()
       alpha = (accepted + prior[0]) / (accepted + rejected + prior.sum())
       powers = alpha[:, None] ** jnp.arange(max_gamma + 1)
       expected_tokens = jnp.cumsum(powers, axis=1)[:, gammas]  # [B, drafts]
@@ -138,7 +139,8 @@ class ScheduledDecoder(Settings):
       index = jnp.maximum((gammas <= wanted).sum() - 1, 0)
       rounds = [functools.partial(decoder.round, params) for decoder in decoders]
       after = lax.switch(index, rounds, state)
-      num_accepted = after.rounds.num_accepted[state.num_rounds[0]]
+      past = unpacked_rounds(widest.draft.tree, after.rounds)
+      num_accepted = past.num_accepted[state.num_rounds[0]]
       all_accepted = (after.done | (num_accepted == gammas[index])).all()
       wanted += jnp.where(all_accepted, 2, -1)
       return after, jnp.clip(wanted, gammas[0], gammas[-1])

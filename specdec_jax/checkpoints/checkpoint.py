@@ -136,7 +136,7 @@ class Checkpoint:
       arrays |= _arrays(config, name, leaves, tokens)
     if tokens is not None and not any(name.endswith("/output_tokens") for name in arrays):
       raise InputError(f"{self.path} has no logits of its own, so it can propose any token.")
-    stays = stored_weights and config.kernels != "xla"
+    stays = stored_weights and config.kernels == "skinny"
 
     def struct(name: str, array: _Array) -> jax.ShapeDtypeStruct:
       *_, kind = name.split("/")
@@ -206,9 +206,14 @@ def _arrays(
   """Return the arrays of a parameter: itself, or its panels, int8 values, scales and tokens."""
   path, _, kind = name.rpartition("/")
   columns = tokens if path.rpartition("/")[2] in _OUTPUTS else None
-  is_int8, is_packed = config.weights == "int8", config.kernels != "xla"
+  is_int8, is_packed = config.weights == "int8", config.kernels == "skinny"
+  is_transposed = config.kernels == "gpu"
   shape, dtype = leaves[0].shape, leaves[0].dtype
-  if len(leaves) == 1 and columns is None and not (kind == "kernel" and (is_int8 or is_packed)):
+  if (
+    len(leaves) == 1
+    and columns is None
+    and not (kind == "kernel" and (is_int8 or is_packed or is_transposed))
+  ):
     return {name: _Array(shape, dtype, leaves[0].read)}
   width = sum(leaf.shape[-1] for leaf in leaves) if columns is None else len(columns)
   shape = (*shape[:-1], width)
@@ -221,6 +226,8 @@ def _arrays(
 
   def matrix() -> np.ndarray:
     values = quantize(whole())[0] if is_int8 else whole()
+    if is_transposed:
+      return values.T
     return skinny.pack(values, config.in_pairs) if is_packed else values
 
   def scales() -> np.ndarray:
@@ -230,6 +237,8 @@ def _arrays(
     return {name: _Array(shape, dtype, lambda index: whole()[index])}
   if is_packed:
     shape = skinny.packed_shape(shape[0], width, config.in_pairs, is_int8)
+  if is_transposed:
+    shape = width, shape[0]
   arrays = {name: _Array(shape, np.dtype(np.int8) if is_int8 else dtype, lambda i: matrix()[i])}
   if is_int8:
     arrays[f"{name}_scale"] = _Array((num_scales,), np.dtype(np.float32), lambda i: scales()[i])

@@ -43,7 +43,7 @@ def save_model(
   """
   if config.kernels != "xla":
     raise InputError(
-      "Parameters packed in panels (`kernels.skinny`) cannot be saved; save them before packing."
+      f"Parameters in the layout of kernels {config.kernels!r} cannot be saved; use those of 'xla'."
     )
   path = pathlib.Path(folder)
   path.mkdir(parents=True, exist_ok=True)

@@ -63,11 +63,14 @@ def write_slots(
   cache: Shaped[Array, "B H T D"], block: Shaped[Array, "B H K D"], start: Int[Array, " B"]
 ) -> Shaped[Array, "B H T D"]:
   """Return `cache` with `block` in slots `start` to `start + K - 1` of each row (D: head size)."""
+  block = block.astype(cache.dtype)
+  if len(start) == 1:  # a slice; several rows are a scatter, which checks its bounds
+    return lax.dynamic_update_slice(cache, block, (0, 0, start[0], 0))
 
   def write_row(row, new, slot):
     return lax.dynamic_update_slice(row, new, (0, slot, 0))
 
-  return jax.vmap(write_row)(cache, block.astype(cache.dtype), start)
+  return jax.vmap(write_row)(cache, block, start)
 
 
 def repeat_rows(tree: Any, count: int) -> Any:

@@ -10,6 +10,7 @@ Axis letters are those of `core.types`.
 
 import dataclasses
 import functools
+import itertools
 from typing import Any, NamedTuple
 
 import jax
@@ -59,6 +60,7 @@ class DecodeState(NamedTuple):
 
   Attributes:
     rng: key of each row, from which the keys of its rounds or positions are derived.
+    rounds: data of the rounds of each row; see `empty_rounds`.
     num_rounds: number of rounds since each row began.
     not_finite: see `DecodeResult`; also for `log_probs`, whose slots are those of `tokens`.
   """
@@ -73,7 +75,7 @@ class DecodeState(NamedTuple):
   target_cache: Any
   hidden: Float[Array, "B E"]
   draft_state: Any
-  rounds: Rounds
+  rounds: Int[Array, "B slots numbers"]
   num_rounds: Int[Array, " B"]
   not_finite: Int[Array, " B"]
   log_probs: Float[Array, "B T 2"] | None = None
@@ -273,7 +275,8 @@ class Decoder(Settings):
 
   def result(self, state: DecodeState) -> DecodeResult:
     """Return the new tokens in a state, and the data of its rounds."""
-    new = state.prompt_length[:, None] + jnp.arange(len(state.rounds.num_accepted))
+    rounds = unpacked_rounds(self.draft.tree, state.rounds)
+    new = state.prompt_length[:, None] + jnp.arange(len(rounds.num_accepted))
     exists = new < state.length[:, None]
     tokens = jnp.where(exists, gather(state.tokens, new), 0)
     lengths = jnp.maximum(state.length - state.prompt_length, 0)
@@ -281,7 +284,7 @@ class Decoder(Settings):
     if log_probs is not None:
       log_probs = jnp.where(exists[..., None], gather(log_probs, new), 0)
     counts = state.num_rounds.max(), state.not_finite
-    return DecodeResult(tokens, lengths, state.rounds, *counts, log_probs)
+    return DecodeResult(tokens, lengths, rounds, *counts, log_probs)
 
   def _extend(
     self, params: Any, cache: Any, block: Int[Array, "B K"], tree: AnyTree
@@ -353,19 +356,33 @@ class Decoder(Settings):
     return emitted, num_emitted, emits_eos | reaches_limit | ~finite
 
 
-def empty_rounds(tree: AnyTree, max_rounds: int, batch: int) -> Rounds:
-  """Return arrays of zeros for up to `max_rounds` rounds of proposals with the shape of `tree`."""
+def empty_rounds(tree: AnyTree, max_rounds: int, batch: int) -> Int[Array, "B slots numbers"]:
+  """Return the data of no rounds, with slots for `max_rounds` rounds of proposals of `tree`.
 
-  def zeros(*shape: int) -> Array:
-    return jnp.zeros((max_rounds, batch, *shape), jnp.int32)
+  The fields of `Rounds` are in one array, so that a round writes them at once. Rows that have ended
+  may write to the last slot, which is not part of the result.
+  """
+  return jnp.zeros((batch, max_rounds + 1, _field_bounds(tree)[-1]), jnp.int32)
 
+
+def _field_bounds(tree: AnyTree) -> list[int]:
+  """Return where the fields of `Rounds` after the first begin, and the number of all entries."""
+  n, depth = tree.num_draft_tokens, 0 if tree.is_chain else tree.depth
+  sizes = n, 1, 1, 1, depth, n if isinstance(tree, DynamicTree) else 0
+  return list(itertools.accumulate(sizes))
+
+
+def unpacked_rounds(tree: AnyTree, rounds: Int[Array, "B slots numbers"]) -> Rounds:
+  """Return the fields of the rounds that are in one array; see `empty_rounds`."""
+  fields = jnp.split(rounds[:, :-1].swapaxes(0, 1), _field_bounds(tree)[:-1], axis=-1)
+  draft_tokens, num_accepted, next_token, num_emitted, path, parents = fields
   return Rounds(
-    draft_tokens=zeros(tree.num_draft_tokens),
-    num_accepted=zeros(),
-    next_token=zeros(),
-    num_emitted=zeros(),
-    path=None if tree.is_chain else zeros(tree.depth),
-    parents=zeros(tree.num_draft_tokens) if isinstance(tree, DynamicTree) else None,
+    draft_tokens,
+    num_accepted[..., 0],
+    next_token[..., 0],
+    num_emitted[..., 0],
+    None if tree.is_chain else path,
+    parents if isinstance(tree, DynamicTree) else None,
   )
 
 
@@ -411,16 +428,20 @@ def _recorded(
   proposal: Proposal,
   verification: Verification,
   num_emitted: Int[Array, " B"],
-) -> Rounds:
-  # With an adaptive gamma a round may propose fewer tokens than the arrays have room for.
-  missing = state.rounds.draft_tokens.shape[-1] - proposal.tokens.shape[1]
-  record = Rounds(
-    draft_tokens=jnp.pad(proposal.tokens, ((0, 0), (0, missing)), constant_values=-1),
-    num_accepted=verification.num_accepted,
-    next_token=verification.next_token,
-    num_emitted=num_emitted,
-    path=verification.path,
-    parents=None if proposal.tree is None else proposal.tree.parents,
-  )
-  write_rows = jax.vmap(lambda x, new, i: x.at[i].set(new), in_axes=(1, 0, 0), out_axes=1)
-  return jax.tree.map(lambda x, new: write_rows(x, new, state.num_rounds), state.rounds, record)
+) -> Int[Array, "B slots numbers"]:
+  numbers = verification.num_accepted, verification.next_token, num_emitted
+  fields = [proposal.tokens, jnp.stack(numbers, axis=1)]
+  if verification.path is not None:
+    fields.append(verification.path)
+  if proposal.tree is not None:
+    fields.append(proposal.tree.parents)
+  # With an adaptive gamma a round may propose fewer tokens than the array has room for.
+  missing = state.rounds.shape[-1] - sum(field.shape[1] for field in fields)
+  fields[0] = jnp.pad(proposal.tokens, ((0, 0), (0, missing)), constant_values=-1)
+  record = jnp.concatenate(fields, axis=1)
+  if len(record) == 1:
+    return lax.dynamic_update_slice(state.rounds, record[:, None], (0, state.num_rounds[0], 0))
+  # The numbers of a row are on one axis: with two, a program for a TPU needs more memory.
+  write = jax.vmap(lambda row, new, start: lax.dynamic_update_slice(row, new, (start,)))
+  flat, starts = state.rounds.reshape(len(record), -1), state.num_rounds * record.shape[1]
+  return write(flat, record, starts).reshape(state.rounds.shape)

@@ -109,12 +109,15 @@ def position_keys(
 
 def sample_logits(
   rng: Key[Array, " B"], logits: Float[Array, "B V"], sampling: Sampling, coupled: bool = False
-) -> tuple[Int[Array, " B"], Float[Array, "B V"]]:
-  """Return a sampled token per row (the argmax of `perturbed` logits if `coupled`), and its q."""
+) -> tuple[Int[Array, " B"], Float[Array, "B V"] | None]:
+  """Return a sampled token per row (the argmax of `perturbed` logits if `coupled`), and its q.
+
+  At temperature 0, q is None; see `core.types.Proposal`.
+  """
+  if sampling.is_argmax:
+    return argmax(logits), None
   probs = distribution(logits, sampling)
-  if coupled or sampling.is_argmax:
-    return argmax(perturbed(rng, logits, sampling)), probs
-  return sample(rng, probs), probs
+  return argmax(perturbed(rng, logits, sampling)) if coupled else sample(rng, probs), probs
 
 
 def perturbed(
@@ -139,7 +142,7 @@ def sample_siblings(
   independent: bool = False,
   coupled: bool = False,
   greedy: bool = False,
-) -> tuple[Int[Array, "B children"], Float[Array, "B children V"]]:
+) -> tuple[Int[Array, "B children"], Float[Array, "B children V"] | None]:
   """Sample the children of each node, in the order in which they will be verified.
 
   Above temperature 0, siblings are sampled without replacement by default: each is sampled from the
@@ -156,16 +159,19 @@ def sample_siblings(
 
   Returns:
     The children, node by node, and the distribution of each given its earlier siblings: a one-hot
-    where it was selected deterministically.
+    where it was selected deterministically. At temperature 0 it is None; see `core.types.Proposal`.
   """
   width, nodes = int(counts.max()), np.arange(len(counts))
   keys = jax.vmap(lambda key: jax.random.split(key, (width, len(counts))))(rng)  # [B, W, nodes]
-  remaining = distribution(logits, sampling)  # p without earlier siblings
+  # p without earlier siblings
+  remaining = None if sampling.is_argmax else distribution(logits, sampling)
   if independent:
     parents, ranks = np.repeat(nodes, counts), np.concatenate([*map(np.arange, counts)])
+    if remaining is None:
+      return take(argmax(logits), parents), None
     q = take(remaining, parents)
     return _sample_nodes(keys[:, ranks, parents], q), q
-  if greedy and not (coupled or sampling.is_argmax):
+  if greedy and not coupled and remaining is not None:
     return _greedy_siblings(keys[:, 0], remaining, logits, counts)
   scores = None  # logits whose argmax is the next token, if it is not sampled
   if coupled:
@@ -179,20 +185,22 @@ def sample_siblings(
     logits, remaining, scores = jax.tree.map(
       lambda x, rows=has_child: take(x, rows), (logits, remaining, scores)
     )
-    q = _renormalized(remaining, logits) if rank else remaining
+    q = _renormalized(remaining, logits) if rank and remaining is not None else remaining
     if scores is None:
       token = _sample_nodes(take(keys[:, rank], nodes), q)
     else:
       token = argmax(jnp.where(scores.max(axis=-1, keepdims=True) > -jnp.inf, scores, logits))
     is_taken = token[..., None] == jnp.arange(logits.shape[-1])
-    remaining = jnp.where(is_taken, 0.0, remaining)
-    logits, scores = jax.tree.map(
-      lambda x, mask=is_taken: jnp.where(mask, -jnp.inf, x), (logits, scores)
+    none = None if remaining is None else 0.0, -jnp.inf, None if scores is None else -jnp.inf
+    remaining, logits, scores = jax.tree.map(
+      lambda none, x, mask=is_taken: jnp.where(mask, none, x), none, (remaining, logits, scores)
     )
     levels.append((nodes, token, q))
   parents, tokens, probs = zip(*levels, strict=True)
   order = np.argsort(np.concatenate(parents), kind="stable")  # node by node
-  return take(jnp.concatenate(tokens, axis=1), order), take(jnp.concatenate(probs, axis=1), order)
+  return jax.tree.map(
+    lambda *levels: take(jnp.concatenate(levels, axis=1), order), *zip(tokens, probs, strict=True)
+  )
 
 
 def _greedy_siblings(
@@ -255,7 +263,11 @@ def _invert(u: Float[Array, " B"], weights: Float[Array, "B N"]) -> Int[Array, "
 
 def argmax(logits: Float[Array, "*batch V"]) -> Int[Array, "*batch"]:
   """Return the most probable token; in a tie, the one with the smallest id."""
-  return _first(logits == logits.max(axis=-1, keepdims=True))
+  return lax.platform_dependent(
+    logits,
+    cuda=lambda logits: jnp.argmax(logits, axis=-1),
+    default=lambda logits: _first(logits == logits.max(axis=-1, keepdims=True)),
+  )
 
 
 def _first(mask: Bool[Array, "*batch N"]) -> Int[Array, "*batch"]:
@@ -341,7 +353,8 @@ def nearest(
 
   The mask has the fewest such tokens, and all tokens at the same distance as the last of them. No
   sort over the vocabulary is needed. Non-negative float32 numbers have the same order as their bits
-  read as integers, so the distance of the last token is found bit by bit, in 31 sums.
+  read as integers, so the distance of the last token is found bit by bit, in 31 sums. On a GPU,
+  several bits are found at once.
 
   Args:
     distances: float32, at least 0.
@@ -350,14 +363,14 @@ def nearest(
       tokens are kept.
   """
   distances = jnp.abs(distances)
-  below = _bits(distances)
-  if below.shape[-1] < MIN_LARGE:
-    return below <= _threshold(below, weights, total)
+  is_large = distances.shape[-1] >= MIN_LARGE
   # Other compilers fuse the comparisons with their sum, and would only need more memory.
-  return below <= lax.platform_dependent(
+  on_cpu = _threshold_of_columns if is_large else _threshold
+  return _bits(distances) <= lax.platform_dependent(
     distances,
-    cpu=lambda distances: _threshold_of_columns(distances, weights, total),
-    default=lambda distances: _threshold(_bits(distances), weights, total),
+    cpu=lambda distances: on_cpu(distances, weights, total),
+    cuda=lambda distances: _threshold_in_few_passes(distances, weights, total),
+    default=lambda distances: _threshold(distances, weights, total),
   )
 
 
@@ -386,12 +399,12 @@ def _threshold_of_columns(
     near_weights = candidates(in_blocks(weights, columns.shape[-1], 0))
   near_weights = jnp.where(near <= bound, near_weights, 0)
   is_enough = near_weights.sum(axis=-1, keepdims=True) >= total
-  found = _threshold(_bits(near), near_weights, total)
+  found = _threshold(near, near_weights, total)
   # Each row takes one of the two thresholds by its own tokens, so it does not depend on other rows.
   return lax.cond(
     is_enough.all(),
     lambda: found,
-    lambda: jnp.where(is_enough, found, _threshold(_bits(distances), weights, total)),
+    lambda: jnp.where(is_enough, found, _threshold(distances, weights, total)),
   )
 
 
@@ -400,14 +413,32 @@ def _bits(distances: Float[Array, "*batch V"]) -> Int[Array, "*batch V"]:
 
 
 def _threshold(
-  below: Int[Array, "*batch V"], weights: ArrayLike, total: ArrayLike
+  distances: Float[Array, "*batch V"], weights: ArrayLike, total: ArrayLike
 ) -> Int[Array, "*batch 1"]:
   """Return the largest threshold such that the tokens below it weigh less than `total`."""
+  bits = _bits(distances)
 
   def add_bit(i, depth):
     """Set bit 30 - i of the threshold if the tokens below it then weigh less than `total`."""
     deeper = depth | 1 << 30 - i
-    weight = jnp.where(below < deeper, weights, 0).sum(axis=-1, keepdims=True)
+    weight = jnp.where(bits < deeper, weights, 0).sum(axis=-1, keepdims=True)
     return jnp.where(weight < total, deeper, depth)
 
-  return lax.fori_loop(0, 31, add_bit, jnp.zeros_like(below[..., :1]))
+  return lax.fori_loop(0, 31, add_bit, jnp.zeros_like(bits[..., :1]))
+
+
+def _threshold_in_few_passes(
+  distances: Float[Array, "*batch V"], weights: ArrayLike, total: ArrayLike
+) -> Int[Array, "*batch 1"]:
+  """Return the result of `_threshold`, with fewer kernels and more comparisons."""
+  bits = _bits(distances)[..., None, :]
+  weights = jnp.expand_dims(weights, -2) if jnp.ndim(weights) else weights
+  threshold, shift = jnp.zeros_like(bits[..., 0, :1]), 31
+  at_once = 8 if bits.size == bits.shape[-1] else 6  # in one row, comparisons cost nothing
+  while shift:
+    count = min(at_once, shift)
+    shift -= count
+    deeper = threshold | jnp.arange(1 << count, dtype=jnp.int32) << shift
+    weight = jnp.where(bits < deeper[..., None], weights, 0).sum(axis=-1)
+    threshold = jnp.where(weight < total, deeper, threshold).max(axis=-1, keepdims=True)
+  return threshold

@@ -3,6 +3,7 @@
 import dataclasses
 from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 from jax import Array
 from jaxtyping import Float, Int, Key
@@ -78,7 +79,8 @@ class HierarchicalDraft(Draft):
     first_rng, rng = split_rows(rng)
     first, first_q = sample_logits(first_rng, logits, self.sampling)
     if gamma == 1:
-      return Proposal(first[:, None], first_q[:, None]), (cache, inner_state)
+      proposal = jax.tree.map(lambda x: x[:, None], Proposal(first, first_q))
+      return proposal, (cache, inner_state)
 
     # Decode the other gamma - 1 tokens, with the first one committed.
     batch, limit, context = len(first), gamma - 1, self._with_room(context)
@@ -108,10 +110,12 @@ class HierarchicalDraft(Draft):
     )
     final = decoder.run_rounds(Params(model_params, inner_params), initial)
     slots = context.length[:, None] + jnp.arange(gamma)
-    inner_q = distribution(final.draft_state.logits, self.sampling)
-    q = jnp.concatenate([first_q[:, None], inner_q], axis=1)
-    # If the model's logits were not finite, report that to the loop of the target.
-    q = jnp.where((final.not_finite >= 0)[:, None, None], jnp.nan, q)
+    q = first_q
+    if q is not None:
+      inner_q = distribution(final.draft_state.logits, self.sampling)
+      q = jnp.concatenate([q[:, None], inner_q], axis=1)
+      # If the model's logits were not finite, report that to the loop of the target.
+      q = jnp.where((final.not_finite >= 0)[:, None, None], jnp.nan, q)
     proposal = Proposal(gather(final.tokens, slots), q)
     return proposal, (final.target_cache, final.draft_state.inner)
 

@@ -4,7 +4,9 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any
 
+import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import Array, lax
 from jaxtyping import Float, Int, Key
 
@@ -119,11 +121,14 @@ class ModelDraft(Draft):
       draft_token, q, text = sample_next(self, key, after, logits[:, 0])
       return (cache, draft_token, text), (draft_token, q)
 
-    nodes = jnp.arange(1, gamma)
+    nodes = np.arange(1, gamma, dtype=np.int32)
     (cache, *_), (draft_tokens, q) = lax.scan(step, (cache, first, text), (nodes, keys[1:]))
-    draft_tokens = jnp.concatenate([first[None], draft_tokens])  # [gamma, B]
-    q = jnp.concatenate([first_q[None], q])  # [gamma, B, V]
-    return Proposal(draft_tokens.swapaxes(0, 1), q.swapaxes(0, 1)), cache
+    proposal = jax.tree.map(
+      lambda first, rest: jnp.concatenate([first[None], rest]).swapaxes(0, 1),
+      Proposal(first, first_q),
+      Proposal(draft_tokens, q),
+    )
+    return proposal, cache
 
   def observe(self, params: Any, state: Any, outcome: Outcome) -> Any:
     if self.tree.is_chain:
@@ -143,7 +148,7 @@ def depth_keys(
 
 def sample_next(
   draft: Any, rng: Key[Array, " B"], context: Context, logits: Float[Array, "B V"]
-) -> tuple[Int[Array, " B"], Float[Array, "B V"], Int[Array, "B T"]]:
+) -> tuple[Int[Array, " B"], Float[Array, "B V"] | None, Int[Array, "B T"]]:
   """Sample the token after the text of a context; return it, its q, and the extended text.
 
   Without logits processors, which alone need it, the text is returned without the token.
@@ -170,11 +175,12 @@ def draft_tree(
   the level above. The last level is not processed. `draft` has `tree`, `sampling` and `options`.
   """
   tree, options, above = draft.tree, draft.options, 0  # `above`: first node of the level above
-  tokens, q = [context.tokens[:, :0]], []
+  levels: list[Proposal] = []
   keys = depth_keys(options, context, rng, tree.depth)
   for level, (first, last) in enumerate(tree.levels, 1):
     if options.processors:
-      draft_tokens = jnp.concatenate(tokens, axis=1)
+      empty = context.tokens[:, :0]
+      draft_tokens = jnp.concatenate([empty, *(each.tokens for each in levels)], axis=1)
       prefixes = node_prefixes(context, draft_tokens, tree, above, first)
       logits = process(options.processors, logits, prefixes)
     level_tokens, level_q = sample_siblings(
@@ -186,13 +192,12 @@ def draft_tree(
       options.coupled,
       options.greedy_siblings,
     )
-    tokens.append(level_tokens)
-    q.append(level_q)
+    levels.append(Proposal(level_tokens, level_q))
     if last < tree.num_nodes:
       parents = [parent - above for parent in tree.parents[first - 1 : last - 1]]
       logits, carry = extend_level(carry, level_tokens, parents, level, tree)
     above = first
-  return Proposal(jnp.concatenate(tokens, axis=1), jnp.concatenate(q, axis=1)), carry
+  return jax.tree.map(lambda *each: jnp.concatenate(each, axis=1), *levels), carry
 
 
 def extend_last_tokens(

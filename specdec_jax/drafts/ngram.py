@@ -144,8 +144,8 @@ class NgramDraft(Draft):
       draft_token, q = sample_logits(key, jnp.log(self._weights(params, last_token)), self.sampling)
       return draft_token, (draft_token, q)
 
-    _, (draft_tokens, q) = lax.scan(step, context.last_token, keys)
-    return Proposal(draft_tokens.swapaxes(0, 1), q.swapaxes(0, 1)), state
+    _, samples = lax.scan(step, context.last_token, keys)
+    return Proposal(*jax.tree.map(lambda x: x.swapaxes(0, 1), samples)), state
 
   def _weights(self, ngrams: Ngrams, last_token: Int[Array, " B"]) -> Float[Array, "B V"]:
     shape = len(last_token), self.vocab_size

@@ -27,7 +27,7 @@ from specdec_jax.models.t5 import PAD_ID
 class StoppingDraft(WrappedDraft):
   """A draft that proposes a chain, which ends where the draft model is not confident.
 
-  It proposes at least one token. A token that is not proposed is -1, and its q is 0.
+  It proposes at least one token. A token that is not proposed is -1, and its q (if any) is 0.
 
   Attributes:
     threshold: lowest product of probabilities at which the draft continues (see the module
@@ -65,7 +65,9 @@ class StoppingDraft(WrappedDraft):
     keys = depth_keys(self.draft.options, context, rng, gamma)
     first, first_q, text = sample_next(self.draft, keys[0], context, logits)
     tokens = jnp.full((len(logits), gamma), -1).at[:, 0].set(first)
-    q = jnp.zeros((*tokens.shape, logits.shape[-1])).at[:, 0].set(first_q)
+    q = first_q
+    if q is not None:
+      q = jnp.zeros((*tokens.shape, logits.shape[-1])).at[:, 0].set(q)
 
     def any_row_continues(carry):
       num_proposed, _, _, reach_probability, *_ = carry
@@ -80,7 +82,8 @@ class StoppingDraft(WrappedDraft):
       )
       continues = reach_probability >= threshold
       tokens = tokens.at[:, num_proposed].set(jnp.where(continues, draft_token, -1))
-      q = q.at[:, num_proposed].set(jnp.where(continues[:, None], draft_token_q, 0.0))
+      if q is not None and draft_token_q is not None:
+        q = q.at[:, num_proposed].set(jnp.where(continues[:, None], draft_token_q, 0.0))
       reach_probability = reach_probability * confidence(logits[:, 0])
       return num_proposed + 1, cache, draft_token, reach_probability, text, tokens, q
 

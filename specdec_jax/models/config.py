@@ -48,8 +48,10 @@ class TransformerConfig:
       tokens. It needs untied logits.
     fused: whether parameters are in the layout of `families.for_decoding`, with fewer, larger
       matmuls.
-    kernels: 'xla'; or 'skinny' for `kernels.skinny`, which decodes faster on a CPU. With 'skinny',
-      the matrices of linear layers are packed in panels (`skinny.pack`), and may be bfloat16.
+    kernels: 'xla'; 'skinny' for `kernels.skinny`, which decodes faster on a CPU; or 'gpu' for
+      `kernels.gpu`, with which XLA compiles fewer kernels. With 'skinny', the matrices of linear
+      layers are packed in panels (`skinny.pack`), and may be bfloat16; with 'gpu', they are
+      transposed.
     weights: 'float'; or 'int8' if the matrices of linear layers are int8, each with a scale per
       output column (`quantization.quantize`).
     dtype: float32 or bfloat16. It is the dtype of matmuls, except that 'xla' computes logits in

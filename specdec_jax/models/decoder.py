@@ -13,7 +13,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import linen as nn
-from jax import Array
+from jax import Array, lax
 from jaxtyping import Float, Int, Shaped
 
 from specdec_jax.core.arrays import write_slots
@@ -31,12 +31,15 @@ from specdec_jax.models.layers import (
   norm,
   normed,
   norms,
+  residual_of,
   rotation,
   soft_cap,
   window_masks,
 )
 
-KeysValues = tuple[Array, Array]  # each [B, G, T, D]; [B, G, S, D] for cross-attention
+# Each [B, G, T, D]; [B, G, S, D] for cross-attention. With kernels 'gpu', a cache has one array
+# [B, 2 G, T, D], which is written at once.
+KeysValues = tuple[Array, ...]
 
 
 class DecoderLayer(nn.Module):
@@ -81,17 +84,25 @@ class DecoderLayer(nn.Module):
     h = normed(self.pre_self_attention_layer_norm, x)
     queries, keys_values = self.self_attention.queries_keys_values(h, rotation)
     if cached is not None and slot is not None:
-      (keys, values), (cached_keys, cached_values) = keys_values, cached
-      keys_values = write_slots(cached_keys, keys, slot), write_slots(cached_values, values, slot)
-    h = self.dropout(self.self_attention(queries, keys_values, bias, deterministic), deterministic)
-    x = add_block(cfg, x, h, self.post_self_attention_layer_norm)
+      if len(cached) == 1:
+        keys_values = (jnp.concatenate(keys_values, axis=1),)
+      keys_values = tuple(write_slots(x, new, slot) for x, new in zip(cached, keys_values))
+      if len(cached) == 1:  # otherwise XLA repeats the write in each kernel that reads the cache
+        keys_values = lax.optimization_barrier(keys_values)
+    after = self.post_self_attention_layer_norm
+    residual = residual_of(cfg, x, after)
+    h = self.self_attention(queries, keys_values, bias, deterministic, residual)
+    x = add_block(cfg, x, self.dropout(h, deterministic), after)
     if cfg.has_encoder:
       assert cross is not None and cross_bias is not None
       h = normed(self.pre_cross_attention_layer_norm, x)
-      h = self.encoder_decoder_attention.to_source(h, cross, cross_bias, deterministic)
-      x = add_block(cfg, x, self.dropout(h, deterministic), self.post_cross_attention_layer_norm)
-    h = self.mlp(normed(self.pre_mlp_layer_norm, x), deterministic)
-    x = add_block(cfg, x, self.dropout(h, deterministic), self.post_mlp_layer_norm)
+      after = self.post_cross_attention_layer_norm
+      residual = residual_of(cfg, x, after)
+      h = self.encoder_decoder_attention.to_source(h, cross, cross_bias, deterministic, residual)
+      x = add_block(cfg, x, self.dropout(h, deterministic), after)
+    after = self.post_mlp_layer_norm
+    h = self.mlp(normed(self.pre_mlp_layer_norm, x), deterministic, residual_of(cfg, x, after))
+    x = add_block(cfg, x, self.dropout(h, deterministic), after)
     return x, keys_values
 
 
@@ -156,6 +167,8 @@ class Decoder(nn.Module):
     if cfg.has_shared_bias:
       relative = self.relpos_bias(positions, key_positions)
       biases = [relative + mask for mask in biases]
+    if cfg.kernels == "gpu" and block > 1:  # otherwise XLA computes them again in each layer
+      biases = lax.optimization_barrier(biases)
     if cfg.num_positions is not None:
       x = x + self.positions.at[positions].get(mode="clip").astype(x.dtype)
     if cfg.embedding_norm:
@@ -199,8 +212,9 @@ class Decoder(nn.Module):
 
 def empty_slots(config: TransformerConfig, batch: int, num_slots: int) -> tuple[KeysValues, ...]:
   """Return keys and values of an empty cache for each layer."""
-  empty = jnp.zeros((batch, config.kv_heads, num_slots, config.head_dim), config.activations)
-  return ((empty, empty),) * config.num_decoder_layers
+  arrays = 1 if config.kernels == "gpu" else 2
+  shape = batch, 2 // arrays * config.kv_heads, num_slots, config.head_dim
+  return ((jnp.zeros(shape, config.activations),) * arrays,) * config.num_decoder_layers
 
 
 def commit(cache: Any, length: Int[Array, " B"], path: Int[Array, "B D"] | None = None) -> Any:

@@ -14,7 +14,8 @@ from jax import Array, lax
 from jaxtyping import Bool, Float, Int
 
 from specdec_jax.models.config import TransformerConfig
-from specdec_jax.models.kernels import skinny
+from specdec_jax.models.kernels import gpu, skinny
+from specdec_jax.models.kernels.gpu import Normed
 
 Rotation = tuple[Array, Array]  # cosine and sine, each [B, 1, K, D / 2]
 
@@ -63,22 +64,31 @@ class Dense(nn.Module):
   biases: bool = True
 
   @nn.compact
-  def __call__(self, x: Float[Array, "*batch E"]) -> Float[Array, "*batch F"]:
-    product = self._matmul(x)
+  def __call__(
+    self, x: Float[Array, "*batch E"] | Normed, residual: Float[Array, "*batch F"] | None = None
+  ) -> Float[Array, "*batch F"]:
+    """Return the product; with kernels 'gpu', `residual` is added to it."""
+    product = self._matmul(x, residual)
     if not (self.biases and self.config.biases):
       return product
     bias = self.param("bias", nn.initializers.zeros, (self.features,), jnp.float32)
     return product + bias.astype(product.dtype)
 
-  def _matmul(self, x: Float[Array, "*batch E"]) -> Float[Array, "*batch F"]:
-    *rows, depth = x.shape
+  def _matmul(
+    self, x: Float[Array, "*batch E"] | Normed, residual: Float[Array, "*batch F"] | None = None
+  ) -> Float[Array, "*batch F"]:
+    *rows, depth = (x.x if isinstance(x, Normed) else x).shape
+    dtype = self.dtype or self.config.dtype
+    if self.config.kernels == "gpu":
+      kernel, scale = self._kernel_and_scale((self.features, depth), self.features)
+      return gpu.matmul(x, kernel, scale, dtype, residual)
+    assert not isinstance(x, Normed)
     if self.config.kernels == "skinny":
       cfg = self.config
       shape = skinny.packed_shape(depth, self.features, cfg.in_pairs, cfg.weights == "int8")
       panels, scale = self._kernel_and_scale(shape, shape[0] * skinny.PANEL)
       product = skinny.matmul(x.reshape(-1, depth), panels, scale)
       return product[:, : self.features].reshape(*rows, self.features)
-    dtype = self.dtype or self.config.dtype
     kernel, scale = self._kernel_and_scale((depth, self.features), self.features)
     product = matmul(x.astype(dtype), kernel.astype(dtype))
     return product if scale is None else product * scale.astype(dtype)
@@ -117,18 +127,24 @@ def soft_cap(logits: Float[Array, "*shape"], cap: float | None) -> Float[Array, 
 
 
 class RMSNorm(nn.Module):
-  """T5's RMS norm, without mean subtraction or bias; the mean square is computed in float32."""
+  """T5's RMS norm, without mean subtraction or bias; the mean square is computed in float32.
+
+  If `deferred`, the matmuls of the result compute it.
+  """
 
   config: TransformerConfig
+  deferred: bool = False
 
   @nn.compact
-  def __call__(self, x: Float[Array, "*batch E"]) -> Float[Array, "*batch E"]:
+  def __call__(self, x: Float[Array, "*batch E"]) -> Float[Array, "*batch E"] | Normed:
     scale = self.param("scale", nn.initializers.ones, (x.shape[-1],), jnp.float32)
     if self.config.kernels == "skinny":
       rows = x.reshape(-1, x.shape[-1])
       return skinny.rms_norm(rows, scale.astype(jnp.float32)).reshape(x.shape)
+    if self.deferred:
+      return Normed(x, scale.astype(jnp.float32))
     x = x.astype(jnp.float32)
-    x = x * lax.rsqrt(jnp.mean(jnp.square(x), axis=-1, keepdims=True) + 1e-6)
+    x = x * gpu.inverse_rms(jnp.mean(jnp.square(x), axis=-1, keepdims=True))
     return x.astype(self.config.dtype) * scale.astype(self.config.dtype)
 
 
@@ -151,9 +167,9 @@ class LayerNorm(nn.Module):
     return (x * scale + bias).astype(self.config.activations)
 
 
-def norm(config: TransformerConfig) -> nn.Module:
+def norm(config: TransformerConfig, deferred: bool = False) -> nn.Module:
   """Return the norm layer of a model: GPT-2's if the model has biases, otherwise T5's."""
-  return LayerNorm(config) if config.biases else RMSNorm(config)
+  return LayerNorm(config) if config.biases else RMSNorm(config, deferred)
 
 
 def norms(
@@ -162,12 +178,14 @@ def norms(
   """Return functions that make the norms before and after a block; see `norm_position`."""
   position = config.norm_position
   return (
-    lambda: norm(config) if position in ("before", "both") else None,
+    lambda: norm(config, config.kernels == "gpu") if position in ("before", "both") else None,
     lambda: norm(config) if position in ("after", "both") else None,
   )
 
 
-def normed(before: nn.Module | None, x: Float[Array, "*batch E"]) -> Float[Array, "*batch E"]:
+def normed(
+  before: nn.Module | None, x: Float[Array, "*batch E"]
+) -> Float[Array, "*batch E"] | Normed:
   """Return the input of a block, given the norm before the block; None for no norm."""
   return x if before is None else before(x)
 
@@ -180,8 +198,15 @@ def add_block(
 ) -> Float[Array, "*batch E"]:
   """Add the output of a block to the residual stream `x`; see `TransformerConfig.norm_position`."""
   if after is None:
-    return x + block
+    return x + block if residual_of(config, x, after) is None else block
   return after(x + block) if config.norm_position == "after" else x + after(block)
+
+
+def residual_of(
+  config: TransformerConfig, x: Float[Array, "*batch E"], after: nn.Module | None
+) -> Float[Array, "*batch E"] | None:
+  """Return the residual stream if the last matmul of a block adds it, instead of `add_block`."""
+  return x if config.kernels == "gpu" and after is None else None
 
 
 class Embed(nn.Embed):
@@ -232,18 +257,18 @@ class Attention(nn.Module):
     self.out = Dense(cfg, cfg.emb_dim)
     self.dropout = Dropout(cfg)
 
-  def queries(self, x: Float[Array, "B K E"]) -> Float[Array, "B H K D"]:
+  def queries(self, x: Float[Array, "B K E"] | Normed) -> Float[Array, "B H K D"]:
     """Return the queries of a block of tokens."""
     return self._split_heads(self.query(x))
 
   def keys_values(
-    self, x: Float[Array, "B T E"]
+    self, x: Float[Array, "B T E"] | Normed
   ) -> tuple[Float[Array, "B G T D"], Float[Array, "B G T D"]]:
     """Return the keys and values of tokens."""
     return self._split_heads(self.key(x)), self._split_heads(self.value(x))
 
   def queries_keys_values(
-    self, x: Float[Array, "B K E"], rotation: Rotation | None = None
+    self, x: Float[Array, "B K E"] | Normed, rotation: Rotation | None = None
   ) -> tuple[Float[Array, "B H K D"], tuple[Float[Array, "B G K D"], Float[Array, "B G K D"]]]:
     """Return the queries, keys and values of tokens for self-attention."""
     if self.fused:
@@ -261,48 +286,62 @@ class Attention(nn.Module):
   def __call__(
     self,
     queries: Float[Array, "B H K D"],
-    keys_values: tuple[Float[Array, "B G T D"], Float[Array, "B G T D"]],
+    keys_values: tuple[Float[Array, "B heads T D"], ...],
     bias: Float[Array, "#B #H #K T"],
     deterministic: bool = True,
+    residual: Float[Array, "B K E"] | None = None,
   ) -> Float[Array, "B K E"]:
     """Attend to keys and values, with a bias that is added to the attention logits."""
-    keys, values = keys_values
     cfg = self.config
+    keys, values = jnp.split(keys_values[0], 2, axis=1) if len(keys_values) == 1 else keys_values
     if cfg.kernels == "skinny":
       mixed = skinny.attend(queries.swapaxes(1, 2), keys, values, bias, MASKED, cfg.attention_cap)
       return self.out(mixed.reshape(*mixed.shape[:2], -1))
     # Each head of keys and values serves R heads of queries, so their queries are R * K rows.
     batch, heads, block, dim = queries.shape
     grouped = queries.reshape(batch, cfg.kv_heads, -1, dim)
-    logits = jnp.einsum("bgqd,bgtd->bgqt", grouped, keys)
+    # XLA for GPUs fuses reductions, but not matmuls, with the rest of attention.
+    reduces = cfg.kernels == "gpu" and 1 < grouped.shape[2] <= gpu.MAX_REDUCED_ROWS
+    if reduces:
+      logits = (grouped[:, :, :, None] * keys[:, :, None]).sum(axis=-1)
+    else:
+      logits = jnp.einsum("bgqd,bgtd->bgqt", grouped, keys)
     logits = soft_cap(logits.reshape(batch, heads, block, -1), cfg.attention_cap)
     weights = nn.softmax(logits + bias.astype(logits.dtype))
     weights = self.dropout(weights, deterministic).reshape(*grouped.shape[:3], -1)
-    mixed = jnp.einsum("bgqt,bgtd->bqgd", weights, values)  # [B, R * K, G, D]
+    if reduces:
+      mixed = (weights[..., None] * values[:, :, None]).sum(axis=3).swapaxes(1, 2)
+    else:
+      mixed = jnp.einsum("bgqt,bgtd->bqgd", weights, values)  # [B, R * K, G, D]
     mixed = mixed.reshape(batch, -1, block, cfg.kv_heads, dim).transpose(0, 2, 3, 1, 4)
-    return self.out(mixed.reshape(batch, block, -1))
+    return self.out(mixed.reshape(batch, block, -1), residual)
 
   def to_source(
     self,
-    x: Float[Array, "B K E"],
-    cross: tuple[Float[Array, "sources G S D"], Float[Array, "sources G S D"]],
+    x: Float[Array, "B K E"] | Normed,
+    cross: tuple[Float[Array, "sources G S D"], ...],
     bias: Float[Array, "sources 1 1 S"],
     deterministic: bool = True,
+    residual: Float[Array, "B K E"] | None = None,
   ) -> Float[Array, "B K E"]:
     """Attend from a block of tokens to encoded sources.
 
     If there are fewer sources than rows, consecutive rows share a source: their tokens are then
     queries of one row of keys and values.
     """
-    queries = self.queries(x.reshape(len(bias), -1, x.shape[-1]))
-    return self(queries, cross, bias, deterministic).reshape(x.shape)
+    queries = self.query(x)
+    batch, block, width = queries.shape
+    queries = self._split_heads(queries.reshape(len(bias), -1, width))
+    if residual is not None:
+      residual = residual.reshape(len(bias), -1, residual.shape[-1])
+    return self(queries, cross, bias, deterministic, residual).reshape(batch, block, -1)
 
   def _split_heads(self, x: Float[Array, "B K HD"]) -> Float[Array, "B H K D"]:
     cfg = self.config
     # Without the barrier, the TPU compiler propagates the layout of the result through the matmul
     # to its matrix, and each step copies the matrix to a different layout. The CPU compiler drops
-    # the barrier.
-    x = lax.optimization_barrier(x)
+    # the barrier. On a GPU, it would prevent the fusion of the matmul with what follows.
+    x = x if cfg.kernels == "gpu" else lax.optimization_barrier(x)
     return x.reshape(*x.shape[:2], -1, cfg.head_dim).swapaxes(1, 2)
 
 
@@ -312,7 +351,12 @@ class Mlp(nn.Module):
   config: TransformerConfig
 
   @nn.compact
-  def __call__(self, x: Float[Array, "B K E"], deterministic: bool = True) -> Float[Array, "B K E"]:
+  def __call__(
+    self,
+    x: Float[Array, "B K E"] | Normed,
+    deterministic: bool = True,
+    residual: Float[Array, "B K E"] | None = None,
+  ) -> Float[Array, "B K E"]:
     cfg = self.config
     activation = _ACTIVATIONS[cfg.activation]
     if cfg.gated and cfg.fused:
@@ -323,7 +367,8 @@ class Mlp(nn.Module):
       h = h * Dense(cfg, cfg.mlp_dim, name="wi_1")(x)
     else:
       h = activation(Dense(cfg, cfg.mlp_dim, name="wi")(x))
-    return Dense(cfg, cfg.emb_dim, name="wo")(Dropout(cfg, name="dropout")(h, deterministic))
+    h = Dropout(cfg, name="dropout")(h, deterministic)
+    return Dense(cfg, cfg.emb_dim, name="wo")(h, residual)
 
 
 def window_masks(

@@ -46,12 +46,11 @@ PARAM_AXES: dict[str, tuple[str | None, ...]] = {
 # other axes are not sharded.
 STATE_AXES: dict[str, tuple[str | None, ...]] = {
   **dict.fromkeys(("prompt", "tokens", "length", "prompt_length", "num_rounds"), ("batch",)),
-  **dict.fromkeys(("limit", "done", "rng", "not_finite", "hidden", "log_probs"), ("batch",)),
+  **dict.fromkeys(("limit", "done", "rng", "not_finite", "hidden"), ("batch",)),
+  **dict.fromkeys(("log_probs", "rounds"), ("batch",)),
   "q": ("batch", "draft_tokens", "vocab"),
   **dict.fromkeys(("layers", "cross"), ("batch", "heads")),
   **dict.fromkeys(("cross_bias", "salt"), ("batch",)),
-  **dict.fromkeys(("draft_tokens", "path"), (None, "batch")),
-  **dict.fromkeys(("num_accepted", "next_token", "num_emitted"), (None, "batch")),
 }
 
 

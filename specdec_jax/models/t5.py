@@ -29,6 +29,7 @@ from specdec_jax.models.layers import (
   norm,
   normed,
   norms,
+  residual_of,
   rotation,
   window_masks,
 )
@@ -89,12 +90,15 @@ class EncoderLayer(nn.Module):
     deterministic: bool,
     rotation: Rotation | None = None,
   ) -> Float[Array, "B S E"]:
-    h = normed(self.pre_attention_layer_norm, x)
-    h = self.attention(*self.attention.queries_keys_values(h, rotation), bias, deterministic)
-    h = self.dropout(h, deterministic)
-    x = add_block(self.config, x, h, self.post_attention_layer_norm)
-    h = self.mlp(normed(self.pre_mlp_layer_norm, x), deterministic)
-    return add_block(self.config, x, self.dropout(h, deterministic), self.post_mlp_layer_norm)
+    h, after = normed(self.pre_attention_layer_norm, x), self.post_attention_layer_norm
+    queries, keys_values = self.attention.queries_keys_values(h, rotation)
+    residual = residual_of(self.config, x, after)
+    h = self.attention(queries, keys_values, bias, deterministic, residual)
+    x = add_block(self.config, x, self.dropout(h, deterministic), after)
+    after = self.post_mlp_layer_norm
+    residual = residual_of(self.config, x, after)
+    h = self.mlp(normed(self.pre_mlp_layer_norm, x), deterministic, residual)
+    return add_block(self.config, x, self.dropout(h, deterministic), after)
 
 
 class Encoder(nn.Module):

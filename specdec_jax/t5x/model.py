@@ -116,6 +116,8 @@ class _Draft(ModelDraft):
     self, params: Any, state: Any, context: Context, rng: Key[Array, " B"]
   ) -> tuple[Proposal, Any]:
     proposal, state = super().propose(params, state, context, rng)
+    if proposal.q is None:
+      return proposal, state
     axes = "batch", f"{DRAFT}_draft_tokens", f"{DRAFT}_vocab"
     return proposal._replace(q=nn.with_logical_constraint(proposal.q, axes)), state
 

@@ -59,13 +59,12 @@ class PaSSDraft(Draft):
     block = jnp.concatenate([embedded, ahead], axis=1).astype(self.target.activations)
     module, cache = module_of(self.target), text_cache(context)
     logits, _, _ = module.apply({"params": target_params}, cache, block, method="extend_embedded")
-    tokens, q = [], []
+    proposals = []
     for i, key in enumerate(depth_keys(self.options, context, rng, gamma)):
       token, token_q, text = sample_next(self, key, context, logits[:, i])
       context = context._replace(tokens=text, length=context.length + 1)
-      tokens.append(token)
-      q.append(token_q)
-    return Proposal(jnp.stack(tokens, axis=1), jnp.stack(q, axis=1)), state
+      proposals.append(Proposal(token, token_q))
+    return jax.tree.map(lambda *each: jnp.stack(each, axis=1), *proposals), state
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -1,0 +1,88 @@
+"""Matmuls that XLA compiles to few kernels for GPUs (kernels 'gpu').
+
+For a few rows, each kernel takes at least 1.6 microseconds on an H100, so that the number of
+kernels determines the time of a small draft. XLA fuses neither a norm nor a residual connection
+with a matmul of one row, which it compiles to a reduction if the matrix is small. Therefore the
+norm is computed after the matmul, or both are written as one reduction. Matrices are transposed,
+[F, E], because such a reduction is one kernel only if the entries of a sum are adjacent.
+"""
+
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+from jax import Array, lax
+from jaxtyping import Float, Shaped
+
+REDUCED = 10_000_000  # XLA compiles products of one row and matrices below this size to reductions
+MAX_REDUCED_ROWS = 16  # number of queries of a head up to which attention is written as reductions
+
+
+class Normed(NamedTuple):
+  """Result of an RMS norm that `matmul` computes.
+
+  Attributes:
+    x: input of the norm.
+    scale: scale of the norm, float32.
+  """
+
+  x: Float[Array, "*batch E"]
+  scale: Float[Array, " E"]
+
+
+def inverse_rms(mean_square: Float[Array, "*shape"]) -> Float[Array, "*shape"]:
+  """Return the factor of an RMS norm."""
+  return lax.rsqrt(mean_square + 1e-6)
+
+
+def matmul(
+  x: Float[Array, "*batch E"] | Normed,
+  kernel: Shaped[Array, "F E"],
+  scales: Float[Array, " F"] | None,
+  dtype: Any,
+  residual: Float[Array, "*batch F"] | None = None,
+) -> Float[Array, "*batch F"]:
+  """Return x @ kernel.T, times the scales of int8 columns, plus a residual connection.
+
+  The result has the given dtype, or that of `residual`.
+  """
+  x, norm_scale = x if isinstance(x, Normed) else (x, None)
+  *rows, depth = x.shape
+  dtype_of_result = dtype if residual is None else residual.dtype
+  if x.size == depth and kernel.size < REDUCED:
+    product = _reduced(x, norm_scale, kernel, scales, residual)
+    return product.astype(dtype_of_result).reshape(*rows, -1)
+  factor: Any = 1 if scales is None else scales
+  if norm_scale is not None:
+    x = x.astype(jnp.float32)
+    factor = factor * inverse_rms(jnp.mean(jnp.square(x), axis=-1, keepdims=True))
+    x = x * norm_scale
+  x, kernel = x.astype(dtype), kernel.T.astype(dtype)
+  product = jnp.matmul(x, kernel, preferred_element_type=jnp.float32)
+  product = (product * factor).astype(dtype_of_result)
+  return product if residual is None else residual + product
+
+
+def _reduced(
+  x: Float[Array, "*ones E"],
+  norm_scale: Float[Array, " E"] | None,
+  kernel: Shaped[Array, "F E"],
+  scales: Float[Array, " F"] | None,
+  residual: Float[Array, "*ones F"] | None,
+) -> Float[Array, " F"]:
+  """Return the float32 result of `matmul` for one row, computed by one reduction."""
+  x, kernel = x.reshape(-1).astype(jnp.float32), kernel.astype(jnp.float32)
+  if scales is not None:
+    kernel = kernel * scales[:, None]
+  if norm_scale is not None:
+
+    def add(a: Any, b: Any) -> Any:
+      return a[0] + b[0], a[1] + b[1]
+
+    terms = kernel * (x * norm_scale), jnp.broadcast_to(x * x, kernel.shape)
+    product, squares = lax.reduce(terms, (jnp.float32(0), jnp.float32(0)), add, (1,))
+    return product * inverse_rms(squares / len(x))
+  terms = kernel * x
+  if residual is not None:
+    residual = residual.reshape(-1, 1).astype(jnp.float32)
+    terms = terms + jnp.pad(residual, ((0, 0), (0, len(x) - 1)))
+  return terms.sum(axis=1)
