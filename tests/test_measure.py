@@ -368,9 +368,9 @@ def test_parts_of_rounds_can_be_timed_with_each_verifier(verifier):
   drafts = [pair.draft.build(GREEDY, chain(gamma)) for gamma in (1, 3)]
   ends = shapes(round_calls(pair, drafts, pair.prompt(TEXTS[:1]), GREEDY, LIMIT))
   for part, has_draft in ((ends.undrafted, False), (ends.drafted, True)):
-    assert [each.chain.rounds.draft_tokens.shape[-1] for each in part] == [1, 3]
+    assert [each.chain.rounds.shape[-1] for each in part] == [1 + 3, 3 + 3]  # and three numbers
     assert all((each.chain.draft_state != ()) == has_draft for each in part)
-  assert ends.step.chain.rounds.draft_tokens.shape[-1] == 0
+  assert ends.step.chain.rounds.shape[-1] == 3
   assert all(isinstance(each.chain, Verification) for each in ends.accept)
 
 
@@ -378,7 +378,8 @@ def test_rounds_of_a_dynamic_tree_can_be_timed():
   pair = tiny_pair.pair()
   draft = pair.draft.build(GREEDY, DynamicTree(6, 3))
   ends = shapes(round_calls(pair, [draft], pair.prompt(TEXTS[:1]), GREEDY, LIMIT))
-  assert [x[0].none.rounds.draft_tokens.shape[-1] for x in (ends.undrafted, ends.drafted)] == [6, 6]
+  for part in ends.undrafted, ends.drafted:  # draft tokens, their parents, a path and three numbers
+    assert part[0].none.rounds.shape[-1] == 6 + 6 + 3 + 3
   assert ends.accept[0].none.path.shape == (1, 3)
 
 
