@@ -32,6 +32,7 @@ LINES = {
   "parity": "generate.compare",
   "processors": "processors.processors",
   "gpu-times": "gpu.predict",  # compiled programs
+  "gpu-changes": "gpu.predict",
   "gpu-parts": "gpu.predict",
   "gpu-drafts": "gpu.predict",
   "gpu-trees": "gpu.predict",

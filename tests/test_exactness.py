@@ -30,7 +30,7 @@ from specdec_jax.core.types import DecodeResult, Proposal, Rounds, Verification,
 from specdec_jax.core.verify import blocks, tokens
 from specdec_jax.core.verify.blocks import BlockVerifier
 from specdec_jax.core.verify.lossy import TypicalVerifier
-from specdec_jax.core.verify.tokens import TokenVerifier
+from specdec_jax.core.verify.tokens import TokenVerifier, validated_q
 from specdec_jax.errors import InputError
 from specdec_jax.exactness import texts
 from specdec_jax.exactness.argmax import (
@@ -124,7 +124,7 @@ class JudgedBy(Verifier):
 
   def verify(self, rng, tree, proposal, logits):
     p = distribution(logits, self.sampling)
-    return self.judge(rng, proposal.tokens, proposal.q, p)
+    return self.judge(rng, proposal.tokens, validated_q(tree, proposal, p), p)
 
 
 def judge_with(accept=lambda u, q, p: u * q < p, residual=lambda p, q: jnp.maximum(p - q, 0)):

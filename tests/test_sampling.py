@@ -347,8 +347,9 @@ def test_nearest_tokens_of_a_large_vocabulary_are_those_of_sorting(masses, size)
   weights = np.round(rng.random(distances.shape) * 8).astype(np.float32)  # their sums are exact
   weights[np.isinf(distances)] = 0
   given = weights if masses else np.ones_like(weights)
+  all_distances, all_weights = jnp.asarray(distances), jnp.asarray(weights) if masses else 1
   for total in (1, 3, 40, 129, 5000, size * 10):
-    got = sampling.nearest(jnp.asarray(distances), jnp.asarray(weights) if masses else 1, total)
+    got = sampling.nearest(all_distances, all_weights, total)
     want = [kept_by_sorting(*row, total) for row in zip(distances, given)]
     np.testing.assert_array_equal(got, want)
     for row in (0, 2):  # alone, without flat rows
@@ -356,8 +357,8 @@ def test_nearest_tokens_of_a_large_vocabulary_are_those_of_sorting(masses, size)
       np.testing.assert_array_equal(sampling.nearest(alone, weight, total), want[row])
       on_gpu = sampling._threshold_in_few_passes(alone, weight, total)
       np.testing.assert_array_equal(sampling._bits(alone) <= on_gpu, want[row])
-    on_gpu = sampling._threshold_in_few_passes(distances, weights if masses else 1, total)
-    np.testing.assert_array_equal(sampling._bits(distances) <= on_gpu, want)
+    on_gpu = sampling._threshold_in_few_passes(all_distances, all_weights, total)
+    np.testing.assert_array_equal(sampling._bits(all_distances) <= on_gpu, want)
 
 
 @pytest.mark.parametrize("coupled", [False, True])

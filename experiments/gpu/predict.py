@@ -1,7 +1,9 @@
 """Compile T5-XXL and its drafts for an H100, without one, and predict times from their kernels.
 
   pip install -e '.[gpu_compiler]'
-  python -m experiments.gpu.predict experiments/gpu/compiled.jsonl --format markdown
+  python -m experiments.gpu.predict experiments/gpu/compiled_gpu.jsonl --format markdown
+
+`compiled.jsonl` has the programs of commit 8ecd799, which was measured.
 
 The model of a kernel's time has two numbers, which are fitted to two measured times: those of a
 step and of a round at batch 1 (`measured.jsonl`).
@@ -47,6 +49,7 @@ from specdec_jax.models.sizes import t5_config
 TOPOLOGY = "h100:1"
 TARGET = "xxl"
 MEASURED = pathlib.Path(__file__).with_name("measured.jsonl")
+COMPILED = pathlib.Path(__file__).with_name("compiled.jsonl")
 # As measured: a source of about 35 tokens, padded to a multiple of 8.
 SOURCE_TOKENS = 40
 RANKS = (0.75, 0.11, 0.04, 0.02, 0.01)  # of children; the defaults of `experiments.tpu_v4.report`
@@ -102,11 +105,13 @@ _SIZES = [*(Setting("draft step", size) for size in ("small", "base", "large", "
 SETTINGS = [*_STEPS, *_ROUNDS, *_PARTS, *_DRAFTS, *_TREES, *_DYNAMIC, _SIZES[-2]]
 
 
-def compiled_kernels(setting: Setting) -> Kernels:
-  """Return the kernels of a program, compiled for an H100."""
+def compiled_kernels(setting: Setting, config_kernels: str = "gpu") -> Kernels:
+  """Return the kernels of a program, compiled for an H100; `TransformerConfig.kernels` is given."""
   _, devices = compiler.described(TOPOLOGY)
-  target = _t5(TARGET, setting)
+  target = dataclasses.replace(_t5(TARGET, setting), kernels=config_kernels)
   draft = _draft(setting, target)
+  if not isinstance(draft, DraftHead):
+    draft = dataclasses.replace(draft, kernels=config_kernels)
   tree: int | AnyTree = setting.gamma
   if setting.nodes:
     dynamic = DynamicTree(setting.nodes - 1, setting.gamma)
@@ -123,7 +128,9 @@ def compiled_kernels(setting: Setting) -> Kernels:
   return kernels(programs[setting.program]().compile().as_text() or "")
 
 
-def compile_missing(settings: Iterable[Setting], path: pathlib.Path) -> list[Line]:
+def compile_missing(
+  settings: Iterable[Setting], path: pathlib.Path, config_kernels: str = "gpu"
+) -> list[Line]:
   """Compile the programs that the file `path` lacks, append them, and return all of its lines.
 
   A line is a setting with the kernels as [part, kind, bytes, how often]. An interrupted run
@@ -134,7 +141,7 @@ def compile_missing(settings: Iterable[Setting], path: pathlib.Path) -> list[Lin
     if any(_is_of(line, setting) for line in found):
       continue
     started = time.perf_counter()
-    counted = compiled_kernels(setting)
+    counted = compiled_kernels(setting, config_kernels)
     line = {
       **dataclasses.asdict(setting),
       "kernels": sorted([*kernel, n] for kernel, n in counted.items()),
@@ -318,7 +325,35 @@ def _parameter_bytes(size: str, dtype: str, weights: str) -> int:
   return sum(x.size * jnp.dtype(param_dtype(path, x, config)).itemsize for path, x in leaves)
 
 
-TABLES = gpu_sizes_table, gpu_times_table, gpu_parts_table, gpu_drafts_table, gpu_trees_table
+def gpu_changes_table(compiled: Sequence[Line]) -> Table:
+  """Return a table of kernels and predicted times before and after the kernels for GPUs."""
+  before, rows = lines(COMPILED), []
+  for setting in (*_STEPS, *_ROUNDS, _PARTS[1], _DRAFTS[0]):
+    cells = [
+      setting.program,
+      f"{setting.batch_size}",
+      f"{setting.gamma}" * ("step" not in setting.program),
+    ]
+    for found in (kernels_of(before, setting), kernels_of(compiled, setting)):
+      cells += [f"{sum(found.values()):.0f}", f"{H100.us(found) / 1e3:.2f}"]
+    rows.append(tuple(cells))
+  columns = "program", "batch", "gamma", "kernels before", "ms before", "kernels", "ms"
+  notes = (
+    "T5-XXL with T5-small, bfloat16, temperature 0. verify: a target pass over six tokens. before: "
+    "`compiled.jsonl`, of commit 8ecd799.",
+    "ms: predicted. Nothing was timed on a device after the change.",
+  )
+  return Table("Kernels before and after", columns, tuple(rows), notes)
+
+
+TABLES = (
+  gpu_changes_table,
+  gpu_sizes_table,
+  gpu_times_table,
+  gpu_parts_table,
+  gpu_drafts_table,
+  gpu_trees_table,
+)
 
 
 def _cost(found: Kernels, decode_us: float) -> tuple[str, str, str]:
@@ -354,9 +389,10 @@ def _draft(setting: Setting, target: Any) -> AnyConfig:
 def main() -> None:
   parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
   parser.add_argument("compiled", type=pathlib.Path, help="file of the compiled programs")
+  parser.add_argument("--kernels", default="gpu", help="those of the models: gpu (default) or xla")
   parser.add_argument("--format", default="terminal", help="terminal (default), markdown or csv")
   args = parser.parse_args()
-  compiled = compile_missing(SETTINGS, args.compiled)
+  compiled = compile_missing(SETTINGS, args.compiled, args.kernels)
   for table in TABLES:
     print(render(table(compiled), args.format))
 
