@@ -110,7 +110,7 @@ def test_fallback_uses_the_first_draft_with_a_proposal():
 
 
 def test_fallback_tries_its_drafts_in_order():
-  """Of three scripted drafts, 0 is no proposal; without any proposal, the last one is used."""
+  """Try three scripted drafts, where 0 is no proposal; without any, the last draft is used."""
   drafts = (tiny.ScriptedDraft(chain(1)),) * 3
   first_tokens = jnp.array([[5, 6, 7], [0, 6, 7], [0, 0, 7], [5, 0, 7], [0, 6, 0], [0, 0, 0]])
   params = tuple(jnp.repeat(first_tokens[:, i : i + 1], SLOTS, axis=1) for i in range(3))

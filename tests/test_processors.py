@@ -516,7 +516,7 @@ def test_outputs_continue_decoder_prefixes():
 
 
 def test_decoder_texts_are_target_texts_after_the_forced_first_token():
-  """Of NLLB, the first token is the target language."""
+  """The first token of an output of NLLB is the target language."""
   pair = tiny_pair.pair()
   texts, begins, settings = SENTENCES[:2], ["", "a man"], dict(forced_bos_token_id=20, gamma=2)
   rows = [[20, *pair.vocabulary.encode_target(begin)] for begin in begins]

@@ -165,14 +165,15 @@ def sample_siblings(
   keys = jax.vmap(lambda key: jax.random.split(key, (width, len(counts))))(rng)  # [B, W, nodes]
   # p without earlier siblings
   remaining = None if sampling.is_argmax else distribution(logits, sampling)
+  parents, ranks = np.repeat(nodes, counts), np.concatenate([*map(np.arange, counts)])
   if independent:
-    parents, ranks = np.repeat(nodes, counts), np.concatenate([*map(np.arange, counts)])
     if remaining is None:
       return take(argmax(logits), parents), None
     q = take(remaining, parents)
     return _sample_nodes(keys[:, ranks, parents], q), q
   if greedy and not coupled and remaining is not None:
-    return _greedy_siblings(keys[:, 0], remaining, logits, counts)
+    tokens, q = _greedy_siblings(keys[:, 0], remaining, logits, counts)
+    return tokens[:, parents, ranks], q[:, parents, ranks]
   scores = None  # logits whose argmax is the next token, if it is not sampled
   if coupled:
     scores = perturbed(jnp.broadcast_to(rng[:, None], logits.shape[:2]), logits, sampling)
@@ -191,16 +192,18 @@ def sample_siblings(
     else:
       token = argmax(jnp.where(scores.max(axis=-1, keepdims=True) > -jnp.inf, scores, logits))
     is_taken = token[..., None] == jnp.arange(logits.shape[-1])
-    none = None if remaining is None else 0.0, -jnp.inf, None if scores is None else -jnp.inf
-    remaining, logits, scores = jax.tree.map(
-      lambda none, x, mask=is_taken: jnp.where(mask, none, x), none, (remaining, logits, scores)
-    )
+    remaining = _excluding(is_taken, remaining, 0.0)
+    logits, scores = (_excluding(is_taken, x, -jnp.inf) for x in (logits, scores))
     levels.append((nodes, token, q))
-  parents, tokens, probs = zip(*levels, strict=True)
-  order = np.argsort(np.concatenate(parents), kind="stable")  # node by node
+  nodes_of_levels, tokens, probs = zip(*levels, strict=True)
+  order = np.argsort(np.concatenate(nodes_of_levels), kind="stable")  # node by node
   return jax.tree.map(
     lambda *levels: take(jnp.concatenate(levels, axis=1), order), *zip(tokens, probs, strict=True)
   )
+
+
+def _excluding(is_taken: Bool[Array, "B nodes V"], x: Array | None, value: float) -> Array | None:
+  return None if x is None else jnp.where(is_taken, value, x)
 
 
 def _greedy_siblings(
@@ -208,21 +211,15 @@ def _greedy_siblings(
   probs: Float[Array, "B nodes V"],
   logits: Float[Array, "B nodes V"],
   counts: np.ndarray,
-) -> tuple[Int[Array, "B children"], Float[Array, "B children V"]]:
+) -> tuple[Int[Array, "B nodes W"], Float[Array, "B nodes W V"]]:
+  """Return a sampled first child and the most probable tokens for each node, and their q."""
   top = lax.top_k(probs, int(counts.max()))[1]  # [B, nodes, W], the most probable tokens
-  is_top = (
-    jax.nn.one_hot(top, probs.shape[-1])
-    * (np.arange(counts.max()) < counts[:, None] - 1)[..., None]
-  )
+  is_child = np.arange(counts.max()) < counts[:, None] - 1
+  is_top = jax.nn.one_hot(top, probs.shape[-1]) * is_child[..., None]
   rest = 1 - is_top.sum(axis=2)
   q = _renormalized(probs * rest, jnp.where(rest > 0, logits, -jnp.inf))
   tokens = jnp.concatenate([_sample_nodes(keys, q)[..., None], top], axis=2)
-  q = jnp.concatenate([q[:, :, None], is_top], axis=2)
-  parents, ranks = (
-    np.repeat(np.arange(len(counts)), counts),
-    np.concatenate([*map(np.arange, counts)]),
-  )
-  return tokens[:, parents, ranks], q[:, parents, ranks]
+  return tokens, jnp.concatenate([q[:, :, None], is_top], axis=2)
 
 
 def _renormalized(
