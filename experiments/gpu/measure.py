@@ -10,6 +10,8 @@ the bundled pair. Each part is a process of its own, so that its memory is free 
 """
 
 import argparse
+import collections
+import concurrent.futures
 import dataclasses
 import functools
 import json
@@ -19,6 +21,7 @@ import pathlib
 import re
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
@@ -34,7 +37,7 @@ Line = dict[str, Any]
 
 def _decode(gamma: int = 0, batch_size: int = 1, nodes: int = 0, **options: Any) -> Line:
   """Return a setting. gamma 0 is autoregressive decoding; `null` is a draft that takes no time."""
-  defaults = dict(null=False, temperature=0.0, weights="float", dtype="bfloat16")
+  defaults = dict(null=False, temperature=0.0, weights="float", dtype="bfloat16", kernels="auto")
   return dict(gamma=gamma, nodes=nodes, batch_size=batch_size) | defaults | options
 
 
@@ -66,15 +69,11 @@ class Run:
     return [x for x in wanted if not any(x.items() <= y.items() for y in done)]
 
 
-@functools.lru_cache(1)  # the next setting has the same weights
-def _random_pair(target: str, draft: str, dtype: str, weights: Any) -> Any:
-  from specdec_jax.random_models import random_pair
+def measure_speed(run: Run, settings: list[Line]) -> Iterator[Line]:
+  """Time decoding a batch to one token and to all; the difference is the time of the rounds.
 
-  return random_pair(target, draft, ALPHA, dtype=dtype, weights=weights)
-
-
-def measure_speed(run: Run, setting: Line) -> Line:
-  """Time decoding a batch to one token and to all; the difference is the time of the rounds."""
+  The settings have the same models, and are compiled at once.
+  """
   import jax
   import numpy as np
 
@@ -82,81 +81,127 @@ def measure_speed(run: Run, setting: Line) -> Line:
   from specdec_jax.core.decode import Decoder, NullDraft
   from specdec_jax.core.sampling import Sampling, row_keys
   from specdec_jax.core.trees import chain
-  from specdec_jax.measure.costs import interleaved_seconds, timed
+  from specdec_jax.measure.costs import interleaved_seconds
+  from specdec_jax.random_models import random_pair
   from specdec_jax.theory import best_tree
 
-  pair = _random_pair(run.target, run.draft, setting["dtype"], setting["weights"])
-  sampling = Sampling(setting["temperature"], TOP_K if setting["temperature"] else 0)
-  gamma, nodes, batch = setting["gamma"], setting["nodes"], setting["batch_size"]
-  tree = best_tree(RANKS, nodes, gamma) if nodes else chain(gamma)
-  decoder = pair.decoder(sampling, tree)
-  if setting["null"] or not gamma:
-    decoder = Decoder(pair.target.model, NullDraft(tree), pair.verifier_for(sampling))
-  texts = (run.texts * batch)[:batch]
-  prompt, tokens = pair.prompt(texts, SOURCE_TOKENS), run.max_new_tokens
-  decode = functools.partial(
-    decoder.run, pair.params, prompt, row_keys(0, 0, batch), max_new_tokens=tokens
-  )
-  compile_s, _ = timed(decode, limit=1)
-  calls = [functools.partial(decode, limit=limit) for limit in (1, tokens)]
-  seconds, (start, full) = interleaved_seconds(calls, 5)
-  require_finite(full)
-  (start_s, full_s), rounds = (
-    map(float, map(np.median, seconds)),
-    full.num_rounds - start.num_rounds,
-  )
-  return {
-    "alpha": ALPHA,
-    "source_tokens": SOURCE_TOKENS,
-    "max_new_tokens": tokens,
-    "compile_s": round(compile_s, 1),
-    "start_ms": 1e3 * start_s,
-    "total_ms": 1e3 * full_s,
-    "spread_ms": [1e3 * float(seconds[1].min()), 1e3 * float(seconds[1].max())],
-    "rounds": int(full.num_rounds),
-    "tokens_per_row": num_tokens([full]) / batch,
-    "round_ms": 1e3 * (full_s - start_s) / max(1, int(rounds)),
-    "tokens_per_s": num_tokens([full]) / full_s,
-    "peak_gb": (jax.local_devices()[0].memory_stats() or {}).get("peak_bytes_in_use", 0) / 1e9,
-  }
+  models = {name: settings[0][name] for name in ("dtype", "kernels", "weights")}
+  pair, tokens = random_pair(run.target, run.draft, ALPHA, **models), run.max_new_tokens
+
+  def compiled(setting: Line) -> Callable[..., Any]:
+    sampling = Sampling(setting["temperature"], TOP_K if setting["temperature"] else 0)
+    gamma, nodes, batch = setting["gamma"], setting["nodes"], setting["batch_size"]
+    tree = best_tree(RANKS, nodes, gamma) if nodes else chain(gamma)
+    decoder = pair.decoder(sampling, tree)
+    if setting["null"] or not gamma:
+      decoder = Decoder(pair.target.model, NullDraft(tree), pair.verifier_for(sampling))
+    prompt = pair.prompt((run.texts * batch)[:batch], SOURCE_TOKENS)
+    arguments = decoder, pair.params, prompt, row_keys(0, 0, batch)
+    program = Decoder.run.lower(*arguments, max_new_tokens=tokens, limit=tokens).compile()
+    return functools.partial(program, *arguments)
+
+  with concurrent.futures.ThreadPoolExecutor() as pool:
+    since = time.perf_counter()
+    programs = [*pool.map(compiled, settings)]
+    print(f"compiled in {time.perf_counter() - since:.0f} s", flush=True)
+  for decode, setting in zip(programs, settings):
+    calls = [functools.partial(decode, limit=limit) for limit in (1, tokens)]
+    seconds, (start, full) = interleaved_seconds(calls, 5)
+    require_finite(full)
+    start_s, full_s = map(float, map(np.median, seconds))
+    rounds = int(full.num_rounds - start.num_rounds)
+    yield {
+      "alpha": ALPHA,
+      "source_tokens": SOURCE_TOKENS,
+      "max_new_tokens": tokens,
+      "start_ms": 1e3 * start_s,
+      "total_ms": 1e3 * full_s,
+      "spread_ms": [1e3 * float(seconds[1].min()), 1e3 * float(seconds[1].max())],
+      "rounds": int(full.num_rounds),
+      "tokens_per_row": num_tokens([full]) / setting["batch_size"],
+      "round_ms": 1e3 * (full_s - start_s) / max(1, rounds),
+      "tokens_per_s": num_tokens([full]) / full_s,
+      "peak_gb": (jax.local_devices()[0].memory_stats() or {}).get("peak_bytes_in_use", 0) / 1e9,
+      "profile": _profile(calls, rounds),
+    }
 
 
-def measure_identity(run: Run, setting: Line) -> Line:
-  """Count outputs of the bundled pair that differ from autoregressive decoding of one text."""
+def _profile(calls: Sequence[Callable[[], Any]], rounds: int) -> list[tuple[str, float, float]]:
+  """Return [kernel, calls, microseconds] per round: those of the second call less the first's."""
+  import jax
+
+  totals: dict[str, list[float]] = collections.defaultdict(lambda: [0.0, 0.0])
+  for call, sign in zip(calls, (-1, 1)):
+    with tempfile.TemporaryDirectory() as folder:
+      with jax.profiler.trace(folder):
+        jax.block_until_ready(call())
+      (path,) = pathlib.Path(folder).glob("**/*.xplane.pb")
+      for plane in jax.profiler.ProfileData.from_file(str(path)).planes:
+        for line in plane.lines if plane.name.startswith("/device:GPU") else ():
+          for event in line.events if line.name.startswith("Stream") else ():
+            total = totals[re.sub(r"[_.\d]+$", "", event.name)]
+            total[0] += sign
+            total[1] += sign * event.duration_ns / 1e3
+  found = [(name, n / max(1, rounds), us / max(1, rounds)) for name, (n, us) in totals.items()]
+  return sorted(
+    ((name, round(n, 2), round(us, 2)) for name, n, us in found if n), key=lambda x: -x[2]
+  )
+
+
+def measure_identity(run: Run, settings: list[Line]) -> Iterator[Line]:
+  """Count texts whose outputs by the bundled pair differ between two ways to decode them.
+
+  `fixed` is autoregressive decoding in passes over as many nodes (`fixed_width`).
+  """
   from specdec_jax.core.sampling import Sampling, row_keys
-  from specdec_jax.core.trees import AnyTree, chain
+  from specdec_jax.core.trees import chain
   from specdec_jax.load import load_pair
   from specdec_jax.measure.speed import own_baseline
   from specdec_jax.theory import best_tree
 
-  pair, texts, argmax = load_pair(dtype=setting["identity"]), run.texts, Sampling(0.0)
-
-  def outputs(tree: AnyTree | None, batch: int) -> Iterator[list[int]]:
-    decode: Callable[..., Any] = functools.partial(own_baseline(pair).decode, sampling=argmax)
-    if tree is not None:
-      decode = pair.decode_fn(argmax, tree)
-    for i in range(0, len(texts), batch):
-      rows = (texts[i : i + batch] + texts[:1] * batch)[:batch]
-      prompt = pair.prompt(rows, SOURCE_TOKENS)
-      result = decode(prompt=prompt, rng=row_keys(0, i, batch), max_new_tokens=run.max_new_tokens)
-      found = [x[:n].tolist() for x, n in zip(result.tokens, result.lengths.tolist())]
-      yield from found[: len(texts) - i]
-
-  alone = [*outputs(None, 1)]
-  others = {
-    "gamma 5": (chain(5), 1),
-    "tree of 16": (best_tree(RANKS, 16, 5), 1),
-    "batch 8": (None, 8),
-    "batch 8, gamma 5": (chain(5), 8),
+  texts, argmax, tree = run.texts, Sampling(0.0), best_tree(RANKS, 16, 5)
+  decodings = {
+    "autoregressive": (None, 1, True),
+    "gamma 5": (chain(5), 1, False),
+    "gamma 5, fixed": (chain(5), 1, True),
+    "tree of 16": (tree, 1, False),
+    "tree of 16, fixed": (tree, 1, True),
+    "batch 8": (None, 8, True),
+    "batch 8, gamma 5": (chain(5), 8, False),
+    "batch 8, gamma 5, fixed": (chain(5), 8, True),
   }
-  different = {
-    name: sum(a != b for a, b in zip(alone, outputs(*other), strict=True))
-    for name, other in others.items()
-  }
-  return {"texts": len(texts), "tokens": sum(map(len, alone)), "different": different}
+  for setting in settings:
+    pair = load_pair(dtype=setting["identity"])
+
+    def outputs(name: str, pair: Any = pair) -> list[list[int]]:
+      nodes, batch, fixed = decodings[name]
+      decode: Callable[..., Any] = functools.partial(own_baseline(pair).decode, sampling=argmax)
+      if nodes is not None:
+        decode = pair.decode_fn(argmax, nodes, fixed_width=fixed)
+      found = []
+      for i in range(0, len(texts), batch):
+        rows = (texts[i : i + batch] + texts[:1] * batch)[:batch]
+        prompt = pair.prompt(rows, SOURCE_TOKENS)
+        result = decode(prompt=prompt, rng=row_keys(0, i, batch), max_new_tokens=run.max_new_tokens)
+        found += [x[:n].tolist() for x, n in zip(result.tokens, result.lengths.tolist())]
+      return found[: len(texts)]
+
+    with concurrent.futures.ThreadPoolExecutor() as pool:
+      found = dict(zip(decodings, pool.map(outputs, decodings)))
+    pairs = [("autoregressive", name) for name in decodings if name != "autoregressive"]
+    pairs += [(name, f"{name}, fixed") for name in decodings if f"{name}, fixed" in decodings]
+    pairs += [("gamma 5, fixed", "batch 8, gamma 5, fixed")]
+    different = [
+      [a, b, sum(x != y for x, y in zip(found[a], found[b], strict=True))] for a, b in pairs
+    ]
+    yield {
+      "texts": len(texts),
+      "tokens": sum(map(len, found["autoregressive"])),
+      "different": different,
+    }
 
 
-def measure_transformers(run: Run, setting: Line) -> Line:
+def measure_transformers(run: Run, settings: list[Line]) -> Iterator[Line]:
   """Time transformers with the same shapes, dtype and number of tokens; it needs torch."""
   import torch
   import transformers
@@ -178,9 +223,8 @@ def measure_transformers(run: Run, setting: Line) -> Line:
   with torch.device(device):
     model = transformers.T5ForConditionalGeneration(config).to(torch.bfloat16).eval()
   ids = torch.arange(2, 37, device=device)[None]
-  options = {"cache_implementation": "static"} if setting["cache"] == "static" else {}
 
-  def seconds(tokens: int) -> float:
+  def seconds(tokens: int, options: Line) -> float:
     times = []
     for _ in range(4):  # the first compiles
       since = time.perf_counter()
@@ -191,13 +235,15 @@ def measure_transformers(run: Run, setting: Line) -> Line:
     return sorted(times[1:])[1]
 
   tokens = run.max_new_tokens
-  ms = 1e3 * (seconds(tokens) - seconds(1)) / (tokens - 1)
-  return {
-    "round_ms": ms,
-    "tokens_per_s": 1e3 / ms,
-    "torch": torch.__version__,
-    "transformers": transformers.__version__,
-  }
+  for setting in settings:
+    options = {"cache_implementation": "static"} if setting["cache"] == "static" else {}
+    ms = 1e3 * (seconds(tokens, options) - seconds(1, options)) / (tokens - 1)
+    yield {
+      "round_ms": ms,
+      "tokens_per_s": 1e3 / ms,
+      "torch": torch.__version__,
+      "transformers": transformers.__version__,
+    }
 
 
 def gpu_speed_table(results: Sequence[Line]) -> Table:
@@ -250,53 +296,50 @@ def gpu_speed_table(results: Sequence[Line]) -> Table:
   return Table("Measured speed", tuple(columns.split("|")), tuple(rows), notes)
 
 
-def run_tests(run: Run, setting: Line) -> Line:
+def run_tests(run: Run, settings: list[Line]) -> Iterator[Line]:
   """Run the contract and decoding tests on the device, with the tolerances of tests/conftest.py."""
-  files = [f"tests/test_{name}.py" for name in setting["tests"].split(" and ")]
-  command = [sys.executable, "-m", "pytest", "-q", "-n", "4", *files]
-  env = os.environ | {"SPECDEC_TEST_PLATFORM": "cuda"}
-  printed = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True).stdout
-  failed = re.findall(r"^FAILED (\S+)", printed, re.MULTILINE)
-  return {"summary": (printed.strip().splitlines() or [""])[-1].strip("= "), "failed": failed}
+  for setting in settings:
+    files = [f"tests/test_{name}.py" for name in setting["tests"].split(" and ")]
+    command = [sys.executable, "-m", "pytest", "-q", "-n", "auto", *files]
+    env = os.environ | {"SPECDEC_TEST_PLATFORM": "cuda"}
+    printed = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True).stdout
+    failed = re.findall(r"^FAILED (\S+)", printed, re.MULTILINE)
+    yield {"summary": (printed.strip().splitlines() or [""])[-1].strip("= "), "failed": failed}
 
 
-def reproduce_table2(run: Run, setting: Line) -> Line:
+def reproduce_table2(run: Run, settings: list[Line]) -> Iterator[Line]:
   """Measure the rows of Table 2 in a process of their own; its records are in the folder."""
-  folder = str(run.folder / "reproduce")
-  command = ["specdec_jax.run", "--gin_file=experiments/paper/reproduce.gin"]
-  done = subprocess.run(
-    [sys.executable, "-m", *command, f"--gin.OUTPUT_DIR='{folder}'"],
-    cwd=ROOT,
-    capture_output=True,
-    text=True,
-  )
-  done.check_returncode()
-  return {"folder": folder}
+  for _ in settings:
+    folder = str(run.folder / "reproduce")
+    command = ["specdec_jax.run", "--gin_file=experiments/paper/reproduce.gin"]
+    command = [sys.executable, "-m", *command, f"--gin.OUTPUT_DIR='{folder}'"]
+    subprocess.run(command, cwd=ROOT, check=True)
+    yield {"folder": folder}
 
 
 class Part(NamedTuple):
   """Settings that one process measures.
 
   Attributes:
-    minutes: estimate for an H100; a round takes 21 s to compile, and a step 12 s.
+    minutes: estimate for an H100 and 16 cores, which compile all programs of a part at once.
   """
 
   minutes: float
-  measure: Callable[[Run, Line], Line]
+  measure: Callable[[Run, list[Line]], Iterator[Line]]
   settings: list[Line]
 
 
+_SPEEDS = [_decode(), _decode(5), _decode(3), _decode(7), _decode(5, null=True)]
+_SPEEDS += [_decode(gamma, temperature=1.0) for gamma in (0, 5)]
+_SPEEDS += [_decode(8, nodes=64), _decode(8, nodes=64, null=True)]
 PARTS = {
-  "speed": Part(
-    2, measure_speed, [_decode(), _decode(5), _decode(3), _decode(7), _decode(5, null=True)]
-  ),
-  "identity": Part(3, measure_identity, [dict(identity=x) for x in ("float32", "bfloat16")]),
+  "speed": Part(2, measure_speed, _SPEEDS),
+  "xla": Part(1, measure_speed, [_decode(gamma, kernels="xla") for gamma in (0, 5)]),
+  "identity": Part(2, measure_identity, [dict(identity=x) for x in ("float32", "bfloat16")]),
   "batches": Part(
-    4, measure_speed, [_decode(gamma, batch) for batch in (8, 32, 128) for gamma in (0, 3)]
+    3, measure_speed, [_decode(gamma, batch) for batch in (8, 32, 128) for gamma in (0, 3)]
   ),
-  "top_k": Part(1, measure_speed, [_decode(gamma, temperature=1.0) for gamma in (0, 5)]),
-  "int8": Part(2, measure_speed, [_decode(gamma, weights="int8") for gamma in (0, 5)]),
-  "tree": Part(1, measure_speed, [_decode(8, nodes=64), _decode(8, nodes=64, null=True)]),
+  "int8": Part(1, measure_speed, [_decode(gamma, weights="int8") for gamma in (0, 5)]),
   "transformers": Part(3, measure_transformers, [dict(cache=x) for x in ("dynamic", "static")]),
   "tests": Part(5, run_tests, [dict(tests="contract and decoding")]),
   "table2": Part(25, reproduce_table2, [dict(tables="table2")]),
@@ -309,15 +352,16 @@ def measure_part(run: Run, part: str, until: float) -> None:
 
   from specdec_jax.measure.machine import provenance
 
-  for setting in run.missing(part):
-    if time.time() > until:
-      return
+  settings = run.missing(part)
+  for setting, measured in zip(settings, PARTS[part].measure(run, settings)):
     origin = {x: provenance()[x] for x in ("commit", "date")}
-    line = {"part": part, **setting, **PARTS[part].measure(run, setting)}
+    line = {"part": part, **setting, **measured}
     line |= {"device": jax.devices()[0].device_kind, "jax": jax.__version__, **origin}
     print(json.dumps(line), flush=True)
     with run.results.open("a", encoding="utf-8") as file:
       file.write(json.dumps(line) + "\n")
+    if time.time() > until:
+      return
 
 
 def main() -> None:
