@@ -18,6 +18,7 @@ from specdec_jax.drafts.heads import DraftHead, new_head
 from specdec_jax.errors import InputError
 from specdec_jax.models.config import Weights, named_dtype
 from specdec_jax.models.families import Config, model_of
+from specdec_jax.models.kernels import gpu
 from specdec_jax.models.quantization import MAX_INT8, param_dtype
 from specdec_jax.models.simulated import SimulatedModel
 from specdec_jax.models.sizes import named_config, version_name
@@ -151,7 +152,7 @@ def random_model(
     elif len(shape) == 1:
       array = jnp.ones(shape, dtype)
     else:
-      depth = shape[-1 if config.kernels == "gpu" else -2]
+      depth = shape[-1 if config.kernels == "gpu" and gpu.is_transposed(shape) else -2]
       array = jax.random.normal(key, shape, dtype) * depth**-0.5
     return array if place is None else jax.lax.with_sharding_constraint(array, place)
 

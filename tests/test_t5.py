@@ -19,6 +19,7 @@ from specdec_jax.core import trees
 from specdec_jax.core.trees import Tree, branching
 from specdec_jax.models.config import T5Config
 from specdec_jax.models.families import for_decoding, init_params
+from specdec_jax.models.kernels import gpu as kernels
 from specdec_jax.models.layers import RelativePositionBias
 from specdec_jax.models.sizes import t5_config
 from specdec_jax.models.t5 import T5Model
@@ -327,19 +328,21 @@ def test_wrong_attention_in_a_tree_is_detected(monkeypatch, fault):
 
 
 @pytest.mark.parametrize(
-  "variant, weights",
+  "variant, weights, reduced",
   [
-    ("1.1", "float"),
-    ("1.0", "float"),
-    *(pytest.param(v, "float", marks=pytest.mark.slow) for v in ("umT5", "BART", "T5Gemma")),
-    pytest.param("1.1", "int8", marks=pytest.mark.slow),
+    ("1.1", "float", 10**7),
+    ("1.1", "float", 700),  # some matrices are larger
+    ("1.0", "float", 10**7),
+    *(pytest.param(v, "float", 10**7, marks=pytest.mark.slow) for v in ("umT5", "BART", "T5Gemma")),
+    pytest.param("1.1", "int8", 700, marks=pytest.mark.slow),
   ],
 )
-def test_kernels_for_gpus_change_logits_by_rounding_only(variant, weights):
+def test_kernels_for_gpus_change_logits_by_rounding_only(variant, weights, reduced, monkeypatch):
   """One row, several rows, a tree and its commit, many rows, and texts that share a source."""
+  monkeypatch.setattr(kernels, "REDUCED", reduced)
   fused, params = for_decoding(VARIANTS[variant], tiny.params(VARIANTS[variant], 0))
   params = tiny.quantized(params) if weights == "int8" else params
-  fused = dataclasses.replace(fused, weights=weights)
+  fused = dataclasses.replace(fused, weights=weights, dropout_rate=reduced / 1e8)  # traced anew
   gpu = dataclasses.replace(fused, kernels="gpu")
   models = Cached(fused, params), Cached(gpu, tiny.transposed(params))
   tree = TREES["uneven"]

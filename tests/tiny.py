@@ -34,7 +34,7 @@ from specdec_jax.measure import speed
 from specdec_jax.measure.costs import Looped, Parts, interleaved_seconds, timed
 from specdec_jax.models.config import GPTConfig, T5Config
 from specdec_jax.models.families import Config, init_params, module_of
-from specdec_jax.models.kernels import skinny
+from specdec_jax.models.kernels import gpu, skinny
 from specdec_jax.models.quantization import quantize
 
 LEVEL = 1e-6  # the probability that a correct program fails a distribution test
@@ -159,7 +159,7 @@ def transposed(params):
   """Return the parameters of a model with `kernels='gpu'`."""
 
   def transpose(path, x):
-    return x.T if path[-1].key == "kernel" else x
+    return x.T if path[-1].key == "kernel" and gpu.is_transposed(x.shape) else x
 
   return jax.tree_util.tree_map_with_path(transpose, params)
 

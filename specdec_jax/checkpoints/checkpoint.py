@@ -22,7 +22,7 @@ from specdec_jax.data.vocabulary import ModelTokens, Vocabulary
 from specdec_jax.drafts.heads import AnyConfig, init_params
 from specdec_jax.errors import InputError
 from specdec_jax.models.families import for_decoding
-from specdec_jax.models.kernels import skinny
+from specdec_jax.models.kernels import gpu, skinny
 from specdec_jax.models.quantization import column_scales, param_dtype, quantize
 
 # How weights are loaded; see `load.load_pair`.
@@ -207,17 +207,14 @@ def _arrays(
   path, _, kind = name.rpartition("/")
   columns = tokens if path.rpartition("/")[2] in _OUTPUTS else None
   is_int8, is_packed = config.weights == "int8", config.kernels == "skinny"
-  is_transposed = config.kernels == "gpu"
   shape, dtype = leaves[0].shape, leaves[0].dtype
-  if (
-    len(leaves) == 1
-    and columns is None
-    and not (kind == "kernel" and (is_int8 or is_packed or is_transposed))
-  ):
+  stored_as_is = kind != "kernel" or (config.kernels == "xla" and not is_int8)
+  if len(leaves) == 1 and columns is None and stored_as_is:
     return {name: _Array(shape, dtype, leaves[0].read)}
   width = sum(leaf.shape[-1] for leaf in leaves) if columns is None else len(columns)
   shape = (*shape[:-1], width)
   dtype = dtype if {leaf.dtype for leaf in leaves} == {dtype} else np.dtype(np.float32)
+  is_transposed = config.kernels == "gpu" and gpu.is_transposed(shape)
   num_scales = -(-width // skinny.PANEL) * skinny.PANEL if is_packed else width
 
   def whole() -> np.ndarray:

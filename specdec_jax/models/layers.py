@@ -80,7 +80,9 @@ class Dense(nn.Module):
     *rows, depth = (x.x if isinstance(x, Normed) else x).shape
     dtype = self.dtype or self.config.dtype
     if self.config.kernels == "gpu":
-      kernel, scale = self._kernel_and_scale((self.features, depth), self.features)
+      shape = (self.features, depth)
+      shape = shape if gpu.is_transposed(shape) else shape[::-1]
+      kernel, scale = self._kernel_and_scale(shape, self.features)
       return gpu.matmul(x, kernel, scale, dtype, residual)
     assert not isinstance(x, Normed)
     if self.config.kernels == "skinny":

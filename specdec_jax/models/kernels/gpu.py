@@ -3,17 +3,20 @@
 For a few rows, each kernel takes at least 1.6 microseconds on an H100, so that the number of
 kernels determines the time of a small draft. XLA fuses neither a norm nor a residual connection
 with a matmul of one row, which it compiles to a reduction if the matrix is small. Therefore the
-norm is computed after the matmul, or both are written as one reduction. Matrices are transposed,
-[F, E], because such a reduction is one kernel only if the entries of a sum are adjacent.
+norm is computed after the matmul, or both are written as one reduction. Small matrices are
+transposed, [F, E], because such a reduction is one kernel only if the entries of a sum are
+adjacent. Large ones are not: on an H100, XLA reads a large matrix faster as [E, F].
 """
 
+import math
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 from jax import Array, lax
 from jaxtyping import Float, Shaped
 
-REDUCED = 10_000_000  # XLA compiles products of one row and matrices below this size to reductions
+# XLA compiles products of one row and matrices below this size to reductions.
+REDUCED = 10_000_000
 MAX_REDUCED_ROWS = 16  # number of queries of a head up to which attention is written as reductions
 
 
@@ -29,6 +32,11 @@ class Normed(NamedTuple):
   scale: Float[Array, " E"]
 
 
+def is_transposed(shape: tuple[int, ...]) -> bool:
+  """Return whether a matrix of a shape, or of its transpose, is stored as [F, E]."""
+  return math.prod(shape) < REDUCED
+
+
 def inverse_rms(mean_square: Float[Array, "*shape"]) -> Float[Array, "*shape"]:
   """Return the factor of an RMS norm."""
   return lax.rsqrt(mean_square + 1e-6)
@@ -36,19 +44,20 @@ def inverse_rms(mean_square: Float[Array, "*shape"]) -> Float[Array, "*shape"]:
 
 def matmul(
   x: Float[Array, "*batch E"] | Normed,
-  kernel: Shaped[Array, "F E"],
+  kernel: Shaped[Array, "rows columns"],
   scales: Float[Array, " F"] | None,
   dtype: Any,
   residual: Float[Array, "*batch F"] | None = None,
 ) -> Float[Array, "*batch F"]:
-  """Return x @ kernel.T, times the scales of int8 columns, plus a residual connection.
+  """Return x times a matrix, times the scales of int8 columns, plus a residual connection.
 
-  The result has the given dtype, or that of `residual`.
+  The matrix is [F, E] if `is_transposed`, otherwise [E, F]. The result has the given dtype, or that of `residual`.
   """
   x, norm_scale = x if isinstance(x, Normed) else (x, None)
   *rows, depth = x.shape
   dtype_of_result = dtype if residual is None else residual.dtype
-  if x.size == depth and kernel.size < REDUCED:
+  transposed = is_transposed(kernel.shape)
+  if x.size == depth and transposed:
     product = _reduced(x, norm_scale, kernel, scales, residual)
     return product.astype(dtype_of_result).reshape(*rows, -1)
   factor: Any = 1 if scales is None else scales
@@ -56,8 +65,8 @@ def matmul(
     x = x.astype(jnp.float32)
     factor = factor * inverse_rms(jnp.mean(jnp.square(x), axis=-1, keepdims=True))
     x = x * norm_scale
-  x, kernel = x.astype(dtype), kernel.T.astype(dtype)
-  product = jnp.matmul(x, kernel, preferred_element_type=jnp.float32)
+  x, matrix = x.astype(dtype), kernel.T if transposed else kernel
+  product = jnp.matmul(x, matrix.astype(dtype), preferred_element_type=jnp.float32)
   product = (product * factor).astype(dtype_of_result)
   return product if residual is None else residual + product
 
