@@ -38,6 +38,7 @@ LINES = {
   "gpu-trees": "gpu.predict",
   "gpu-sizes": "gpu.predict",
   "gpu-speed": "gpu.measure",
+  "gpu-identity": "gpu.measure",
 }
 # paths, or nothing.
 PATHS = {

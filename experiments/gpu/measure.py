@@ -248,42 +248,54 @@ def measure_transformers(run: Run, settings: list[Line]) -> Iterator[Line]:
 
 def gpu_speed_table(results: Sequence[Line]) -> Table:
   """Return a table of measured speeds, with the speedup over the row without a draft."""
-  rows = []
+  from specdec_jax import theory
+
+  rows, shape = [], ("batch_size", "temperature", "weights", "dtype", "kernels", "flags")
+  results = [line for line in results if "round_ms" in line]
   for line in results:
-    if "tokens_per_s" not in line:
-      continue
-    is_ours, shape = "gamma" in line, ("batch_size", "temperature", "weights", "dtype", "flags")
+    gamma, is_ours = line.get("gamma"), "gamma" in line
     plain = [
-      each["tokens_per_s"]
+      each
       for each in results
       if is_ours
       and each.get("gamma") == 0
       and all(each.get(name) == line.get(name) for name in (*shape, "max_new_tokens"))
     ]
+    expected = None
     if not is_ours:
       decoding = {"dynamic": "transformers, eager", "static": "transformers, compiled"}[
         line["cache"]
       ]
-    elif line["gamma"]:
+    elif gamma:
       nodes = f", tree of {line['nodes']}" * (line["nodes"] > 0)
-      decoding = f"gamma {line['gamma']}{nodes}{', a draft that takes no time' * line['null']}"
+      decoding = f"gamma {gamma}{nodes}{', a draft that takes no time' * line['null']}"
+      if line["batch_size"] == 1 and not (line["nodes"] or line["null"]):
+        expected = float(theory.expected_tokens(line["alpha"], gamma))
     else:
       decoding = "autoregressive"
-    rounds = f"{line['tokens_per_row'] / line['rounds']:.2f}" if is_ours else "1.00"
+    options = [line.get(name) for name in ("weights", "kernels", "flags")]
+    kernels = sum(calls for _, calls, _ in line.get("profile", ()))
+    per_round = line["tokens_per_row"] / line["rounds"] if is_ours else 1
+    is_faster = plain and gamma
     rows.append(
       (
         decoding,
         f"{line.get('batch_size', 1)}",
         f"{line.get('temperature', 0):g}",
-        *(line.get(name) or "-" for name in ("weights", "flags")),
+        ", ".join(x for x in options if x not in (None, "float", "auto")) or "-",
+        f"{kernels:.0f}" if kernels else "-",
         f"{line['round_ms']:.2f}",
-        rounds,
+        f"{per_round:.2f}",
         f"{line['tokens_per_s']:,.0f}",
-        f"{line['tokens_per_s'] / plain[0]:.2f}" if plain and line["gamma"] else "-",
+        f"{line['tokens_per_s'] / plain[0]['tokens_per_s']:.2f}" if is_faster else "-",
+        f"{expected * plain[0]['round_ms'] / line['round_ms']:.2f} ({expected:.2f})"
+        if is_faster and expected
+        else "-",
       )
     )
   columns = (
-    "decoding|batch|temperature|weights|flags|ms per round|tokens per round|tokens/s|speedup"
+    "decoding|batch|temperature|options|kernels|ms per round|tokens per round|tokens/s|speedup"
+    "|at alpha (tokens)"
   )
   first = results[0]
   commits = ", ".join(dict.fromkeys(line["commit"] for line in results if "commit" in line))
@@ -291,9 +303,26 @@ def gpu_speed_table(results: Sequence[Line]) -> Table:
     f"T5 1.1 {first['target']} with {first['draft']}, {first['dtype']}, random weights, simulated "
     f"alpha {first['alpha']}; {first['device']}, jax {first['jax']}, commit {commits}, "
     f"{first['date'][:10]}.",
-    "A step is a round of one token. tokens/s: of all rows, with the prefill.",
+    "A step is a round of one token. kernels: per round, as profiled. tokens/s: of all rows, with "
+    "the prefill. The texts of two settings differ, and so do their tokens per round; at alpha: "
+    "the speedup of the measured times with the tokens per round of equation 1.",
   )
   return Table("Measured speed", tuple(columns.split("|")), tuple(rows), notes)
+
+
+def gpu_identity_table(results: Sequence[Line]) -> Table:
+  """Return a table of texts whose outputs differ between two ways to decode."""
+  found = {line["identity"]: line for line in results if "identity" in line}
+  counts = {dtype: [n for *_, n in line["different"]] for dtype, line in found.items()}
+  pairs = [f"{a} and {b}" for a, b, _ in next(iter(found.values()))["different"]]
+  rows = [(pair, *(f"{counts[x][i]}" for x in counts)) for i, pair in enumerate(pairs)]
+  first = next(iter(found.values()))
+  note = (
+    f"Of {first['texts']} texts, {first['tokens']} tokens, bundled pair; {first['device']}, jax "
+    f"{first['jax']}, commit {first['commit']}. fixed: `fixed_width`, autoregressive decoding in "
+    "passes over as many nodes."
+  )
+  return Table("Outputs that differ", ("compared", *counts), tuple(rows), (note,))
 
 
 def run_tests(run: Run, settings: list[Line]) -> Iterator[Line]:

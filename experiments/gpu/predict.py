@@ -41,7 +41,7 @@ from specdec_jax.core.sampling import Sampling
 from specdec_jax.core.trees import AnyTree, DynamicTree
 from specdec_jax.drafts.heads import HEADS, AnyConfig, DraftHead, new_head
 from specdec_jax.measure.machine import commit
-from specdec_jax.measure.tables import Table, render
+from specdec_jax.measure.tables import Table, number_text, render
 from specdec_jax.models.families import init_params
 from specdec_jax.models.quantization import param_dtype
 from specdec_jax.models.sizes import t5_config
@@ -49,6 +49,7 @@ from specdec_jax.models.sizes import t5_config
 TOPOLOGY = "h100:1"
 TARGET = "xxl"
 MEASURED = pathlib.Path(__file__).with_name("measured.jsonl")
+MEASURED_GPU = MEASURED.with_name("measured_gpu.jsonl")  # with kernels 'gpu'
 COMPILED = pathlib.Path(__file__).with_name("compiled.jsonl")
 # As measured: a source of about 35 tokens, padded to a multiple of 8.
 SOURCE_TOKENS = 40
@@ -326,24 +327,50 @@ def _parameter_bytes(size: str, dtype: str, weights: str) -> int:
 
 
 def gpu_changes_table(compiled: Sequence[Line]) -> Table:
-  """Return a table of kernels and predicted times before and after the kernels for GPUs."""
-  before, rows = lines(COMPILED), []
+  """Return a table of kernels, predicted and measured times before and after kernels for GPUs."""
+  rows, programs = [], (lines(COMPILED), compiled)
   for setting in (*_STEPS, *_ROUNDS, _PARTS[1], _DRAFTS[0]):
     cells = [
       setting.program,
       f"{setting.batch_size}",
       f"{setting.gamma}" * ("step" not in setting.program),
     ]
-    for found in (kernels_of(before, setting), kernels_of(compiled, setting)):
+    for of, measured in zip(programs, (MEASURED, MEASURED_GPU)):
+      found = kernels_of(of, setting)
       cells += [f"{sum(found.values()):.0f}", f"{H100.us(found) / 1e3:.2f}"]
+      cells.append(number_text(_measured_ms(lines(measured), setting), ".2f"))
     rows.append(tuple(cells))
-  columns = "program", "batch", "gamma", "kernels before", "ms before", "kernels", "ms"
+  columns = "kernels", "predicted ms", "measured ms"
+  columns = "program", "batch", "gamma", *(f"{name} before" for name in columns), *columns
   notes = (
-    "T5-XXL with T5-small, bfloat16, temperature 0. verify: a target pass over six tokens. before: "
-    "`compiled.jsonl`, of commit 8ecd799.",
-    "ms: predicted. Nothing was timed on a device after the change.",
+    "T5-XXL with T5-small, bfloat16, temperature 0. verify: a target pass over six tokens; "
+    "its measured time is that of a round with a draft that takes no time. A measured draft step "
+    "is the difference of this round and one with T5-small, divided by gamma.",
+    "before: commit 8ecd799. The last column is of commit 2f29bccccd, which has as many kernels as "
+    "the present programs but stores all matrices transposed.",
   )
   return Table("Kernels before and after", columns, tuple(rows), notes)
+
+
+def _measured_ms(measured: Sequence[Line], setting: Setting) -> float | None:
+  """Return the measured time of a program, or None if it is not in the lines of a file."""
+
+  def round_ms(gamma: int, null: bool) -> float | None:
+    shape = dict(gamma=gamma, batch_size=setting.batch_size, null=null, temperature=0.0)
+    found = [
+      line["round_ms"]
+      for line in measured
+      if shape.items() <= line.items()
+      and not (line.get("flags") or line.get("nodes"))
+      and line.get("kernels", "auto") == "auto"
+    ]
+    return found[0] if found else None
+
+  if setting.program == "draft step":
+    both, verify = round_ms(setting.gamma, False), round_ms(setting.gamma, True)
+    return None if both is None or verify is None else (both - verify) / setting.gamma
+  gamma = 0 if setting.program == "plain step" else setting.gamma
+  return round_ms(gamma, setting.program == "verify")
 
 
 TABLES = (

@@ -51,7 +51,8 @@ def matmul(
 ) -> Float[Array, "*batch F"]:
   """Return x times a matrix, times the scales of int8 columns, plus a residual connection.
 
-  The matrix is [F, E] if `is_transposed`, otherwise [E, F]. The result has the given dtype, or that of `residual`.
+  The matrix is [F, E] if `is_transposed`, otherwise [E, F]. The result has the given dtype, or that
+  of `residual`.
   """
   x, norm_scale = x if isinstance(x, Normed) else (x, None)
   *rows, depth = x.shape
