@@ -101,7 +101,7 @@ def main() -> None:
   parser.add_argument(
     "--fused",
     action="store_true",
-    help="fuse parameters for decoding, as `families.for_decoding`; one chip only",
+    help="the layout of parameters for decoding, as `families.for_decoding`; one chip only",
   )
   parser.add_argument(
     "--no_loops",
@@ -112,8 +112,9 @@ def main() -> None:
   parser.add_argument("--output", help="file for the report as JSON")
   args = parser.parse_args()
   options: dict[str, Any] = dict(dtype=named_dtype(args.dtype), weights=args.weights)
+  is_gpu = args.topology.split(":")[0] in tpu_compile.GPUS
   if args.fused:
-    options |= dict(fused=True, tied_logits=False)
+    options |= dict(fused=True, tied_logits=False, kernels="gpu" if is_gpu else "xla")
   target = named_config(args.version, args.target, **options)
   draft: AnyConfig
   if args.draft in HEADS:
@@ -159,7 +160,6 @@ def main() -> None:
     programs = tpu_compile.programs(target, draft, devices, compile_settings)
   if args.no_loops:
     programs = {name: lower for name, lower in programs.items() if name not in examine.LOOPS}
-  is_gpu = args.topology.split(":")[0] in tpu_compile.GPUS
   report = kernels.report(programs) if is_gpu else examine.report(programs, gamma)
   settings = {name: value for name, value in vars(args).items() if name not in _NOT_SETTINGS}
   by = tpu_compile.gpu_compiler() if is_gpu else "libtpu"
