@@ -96,14 +96,15 @@ def gpt_config(vocab_size: int = 16, layers: int = 2, **overrides) -> GPTConfig:
   return GPTConfig(**{**fields, **overrides})
 
 
-def quantized(params: dict) -> dict:
-  """Return parameters with int8 matrices; see `quantization.quantize`."""
+def quantized(params: dict, weights: str = "int8") -> dict:
+  """Return parameters with int8 or int4 matrices; see `quantization.quantize`."""
   result = {
-    name: quantized(value) if isinstance(value, dict) else value for name, value in params.items()
+    name: quantized(value, weights) if isinstance(value, dict) else value
+    for name, value in params.items()
   }
   if "kernel" in params:
     result["kernel"], result["kernel_scale"] = map(
-      jnp.asarray, quantize(np.asarray(params["kernel"]))
+      jnp.asarray, quantize(np.asarray(params["kernel"]), weights)
     )
   return result
 

@@ -37,6 +37,7 @@ from experiments.gpu.kernels import (
 from experiments.tables import lines
 from experiments.tpu_v4 import compile as compiler
 from specdec_jax import theory
+from specdec_jax.core import memory
 from specdec_jax.core.sampling import Sampling
 from specdec_jax.core.trees import AnyTree, DynamicTree
 from specdec_jax.drafts.heads import HEADS, AnyConfig, DraftHead, new_head
@@ -322,7 +323,7 @@ def _parameter_bytes(size: str, dtype: str, weights: str) -> int:
   config = _t5(size, Setting("", dtype=dtype, weights=weights))
   shapes = jax.eval_shape(functools.partial(init_params, config), jax.random.key(0))
   leaves = jax.tree.leaves_with_path(shapes)
-  return sum(x.size * jnp.dtype(param_dtype(path, x, config)).itemsize for path, x in leaves)
+  return sum(memory.num_bytes(x.update(dtype=param_dtype(path, x, config))) for path, x in leaves)
 
 
 def gpu_changes_table(compiled: Sequence[Line]) -> Table:

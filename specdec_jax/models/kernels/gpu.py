@@ -7,6 +7,7 @@ norm is computed after the matmul, or both are written as one reduction. Matrice
 [F, E], because such a reduction is one kernel only if the entries of a sum are adjacent.
 """
 
+import operator
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
@@ -37,49 +38,62 @@ def inverse_rms(mean_square: Float[Array, "*shape"]) -> Float[Array, "*shape"]:
 def matmul(
   x: Float[Array, "*batch E"] | Normed,
   kernel: Shaped[Array, "F E"],
-  scales: Float[Array, " F"] | None,
+  scales: Float[Array, "F ..."] | None,
   dtype: Any,
   residual: Float[Array, "*batch F"] | None = None,
 ) -> Float[Array, "*batch F"]:
-  """Return x @ kernel.T, times the scales of int8 columns, plus a residual connection.
+  """Return x @ kernel.T, times the scales of int8 or int4 columns, plus a residual connection.
 
-  The result has the given dtype, or that of `residual`.
+  The result has the given dtype, or that of `residual`. XLA reads an int4 matrix with scales of
+  groups as such only in a reduction, and converts it before the product of more rows.
   """
   x, norm_scale = x if isinstance(x, Normed) else (x, None)
   *rows, depth = x.shape
   dtype_of_result = dtype if residual is None else residual.dtype
-  if x.size == depth and kernel.size < REDUCED:
+  is_int4 = scales is not None and scales.ndim == 2
+  if x.size == depth and (kernel.size < REDUCED or is_int4):
     product = _reduced(x, norm_scale, kernel, scales, residual)
     return product.astype(dtype_of_result).reshape(*rows, -1)
-  factor: Any = 1 if scales is None else scales
+  factor: Any = 1 if scales is None or is_int4 else scales
   if norm_scale is not None:
     x = x.astype(jnp.float32)
     factor = factor * inverse_rms(jnp.mean(jnp.square(x), axis=-1, keepdims=True))
     x = x * norm_scale
-  x, kernel = x.astype(dtype), kernel.T.astype(dtype)
-  product = jnp.matmul(x, kernel, preferred_element_type=jnp.float32)
+  if is_int4:
+    kernel = _scaled(kernel, scales)
+  if is_int4 and x.size <= MAX_REDUCED_ROWS * depth:
+    terms = tuple(kernel * row for row in x.astype(jnp.float32).reshape(-1, depth))
+    sums = lax.reduce(terms, (jnp.float32(0),) * len(terms), _add, (1,))
+    product = jnp.stack(sums).reshape(*rows, -1)
+  else:
+    x, kernel = x.astype(dtype), kernel.T.astype(dtype)
+    product = jnp.matmul(x, kernel, preferred_element_type=jnp.float32)
   product = (product * factor).astype(dtype_of_result)
   return product if residual is None else residual + product
+
+
+def _add(a: Any, b: Any) -> Any:
+  return tuple(map(operator.add, a, b))
+
+
+def _scaled(kernel: Shaped[Array, "F E"], scales: Float[Array, "F ..."]) -> Float[Array, "F E"]:
+  scales = scales.reshape(len(scales), -1, 1)
+  return (kernel.astype(jnp.float32).reshape(*scales.shape[:2], -1) * scales).reshape(kernel.shape)
 
 
 def _reduced(
   x: Float[Array, "*ones E"],
   norm_scale: Float[Array, " E"] | None,
   kernel: Shaped[Array, "F E"],
-  scales: Float[Array, " F"] | None,
+  scales: Float[Array, "F ..."] | None,
   residual: Float[Array, "*ones F"] | None,
 ) -> Float[Array, " F"]:
   """Return the float32 result of `matmul` for one row, computed by one reduction."""
-  x, kernel = x.reshape(-1).astype(jnp.float32), kernel.astype(jnp.float32)
-  if scales is not None:
-    kernel = kernel * scales[:, None]
+  x = x.reshape(-1).astype(jnp.float32)
+  kernel = kernel.astype(jnp.float32) if scales is None else _scaled(kernel, scales)
   if norm_scale is not None:
-
-    def add(a: Any, b: Any) -> Any:
-      return a[0] + b[0], a[1] + b[1]
-
     terms = kernel * (x * norm_scale), jnp.broadcast_to(x * x, kernel.shape)
-    product, squares = lax.reduce(terms, (jnp.float32(0), jnp.float32(0)), add, (1,))
+    product, squares = lax.reduce(terms, (jnp.float32(0), jnp.float32(0)), _add, (1,))
     return product * inverse_rms(squares / len(x))
   terms = kernel * x
   if residual is not None:
