@@ -160,7 +160,7 @@ def transposed(params):
   """Return the parameters of a model with `kernels='gpu'`."""
 
   def transpose(path, x):
-    return x.T if path[-1].key == "kernel" else x
+    return x.T if path[-1].key in ("kernel", "kernel_scale") else x
 
   return jax.tree_util.tree_map_with_path(transpose, params)
 

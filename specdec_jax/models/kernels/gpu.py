@@ -45,7 +45,7 @@ def matmul(
   """Return x @ kernel.T, times the scales of int8 or int4 columns, plus a residual connection.
 
   The result has the given dtype, or that of `residual`. XLA reads an int4 matrix with scales of
-  groups as such only in a reduction, and converts it before the product of more rows.
+  groups as it is in reductions only, and otherwise converts it first.
   """
   x, norm_scale = x if isinstance(x, Normed) else (x, None)
   *rows, depth = x.shape
