@@ -166,7 +166,7 @@ def _measure(
     if not comparison.stops_at_eos or sampling.temperature:
       return False
     baseline, models = setting.settings.baseline, setting.models
-    float32 = models.dtype == "float32" and not models.kernels.endswith("int8")
+    float32 = models.dtype == "float32" and not models.kernels.endswith(("int8", "int4"))
     return baseline == OWN_BASELINE.name or (float32 and backends[baseline].float32)
 
   measured = []
