@@ -396,7 +396,7 @@ def laid_out(config: Config, shardings: ShardingsFn, kernels: str) -> Config:
   return dataclasses.replace(config, fused=True, tied_logits=False, kernels=kernels)
 
 
-def with_weights(config: AnyConfig, weights: str) -> AnyConfig:
+def with_weights(config: Any, weights: Any) -> Any:
   """Return the configuration of a model with quantized weights; int4 has no kernels for CPUs."""
   kernels = "xla" if weights == "int4" and config.kernels == "skinny" else config.kernels
   return dataclasses.replace(

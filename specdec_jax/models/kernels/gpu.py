@@ -50,7 +50,7 @@ def matmul(
   x, norm_scale = x if isinstance(x, Normed) else (x, None)
   *rows, depth = x.shape
   dtype_of_result = dtype if residual is None else residual.dtype
-  is_int4 = scales is not None and scales.ndim == 2
+  is_int4 = kernel.dtype == jnp.int4
   if x.size == depth and (kernel.size < REDUCED or is_int4):
     product = _reduced(x, norm_scale, kernel, scales, residual)
     return product.astype(dtype_of_result).reshape(*rows, -1)
@@ -76,9 +76,15 @@ def _add(a: Any, b: Any) -> Any:
   return tuple(map(operator.add, a, b))
 
 
-def _scaled(kernel: Shaped[Array, "F E"], scales: Float[Array, "F ..."]) -> Float[Array, "F E"]:
+def _scaled(
+  kernel: Shaped[Array, "F E"], scales: Float[Array, "F ..."] | None
+) -> Float[Array, "F E"]:
+  """Return a matrix in float32, multiplied by the scales of its rows or of groups in them."""
+  kernel = kernel.astype(jnp.float32)
+  if scales is None:
+    return kernel
   scales = scales.reshape(len(scales), -1, 1)
-  return (kernel.astype(jnp.float32).reshape(*scales.shape[:2], -1) * scales).reshape(kernel.shape)
+  return (kernel.reshape(*scales.shape[:2], -1) * scales).reshape(kernel.shape)
 
 
 def _reduced(
@@ -89,8 +95,7 @@ def _reduced(
   residual: Float[Array, "*ones F"] | None,
 ) -> Float[Array, " F"]:
   """Return the float32 result of `matmul` for one row, computed by one reduction."""
-  x = x.reshape(-1).astype(jnp.float32)
-  kernel = kernel.astype(jnp.float32) if scales is None else _scaled(kernel, scales)
+  x, kernel = x.reshape(-1).astype(jnp.float32), _scaled(kernel, scales)
   if norm_scale is not None:
     terms = kernel * (x * norm_scale), jnp.broadcast_to(x * x, kernel.shape)
     product, squares = lax.reduce(terms, (jnp.float32(0), jnp.float32(0)), _add, (1,))
