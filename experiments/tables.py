@@ -37,6 +37,7 @@ LINES = {
   "gpu-drafts": "gpu.predict",
   "gpu-trees": "gpu.predict",
   "gpu-sizes": "gpu.predict",
+  "gpu-weights": "gpu.predict",
   "gpu-speed": "gpu.measure",
 }
 # paths, or nothing.
