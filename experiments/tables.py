@@ -24,6 +24,7 @@ RECORDS = {
   "beams": "beams.beams",
   "throughput": "throughput.throughput",
   "gammas": "throughput.throughput",
+  "formats": "peers.compare",
 }
 # lines of JSON,
 LINES = {
