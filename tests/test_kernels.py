@@ -15,6 +15,7 @@ import tiny
 
 from specdec_jax.checkpoints.load import open_checkpoint
 from specdec_jax.checkpoints.save import save_model
+from specdec_jax.core.memory import num_bytes
 from specdec_jax.core.trees import Tree
 from specdec_jax.models.families import for_decoding
 from specdec_jax.models.kernels import gpu, skinny
@@ -170,6 +171,12 @@ def test_quantization_changes_a_value_by_at_most_half_a_scale(weights, groups, l
   assert (np.abs(kernel * scale.astype(float) - w.reshape(kernel.shape)) <= 0.5001 * scale).all()
   nonzero = np.arange(50) != 3
   assert (np.abs(kernel[..., nonzero]).max(axis=1) == largest).all()
+
+
+def test_xla_stores_two_int4_values_in_a_byte():
+  x = jnp.ones((64, 64), jnp.int4)
+  program = jax.jit(lambda x: x + x).lower(x).compile()
+  assert num_bytes(x) == program.memory_analysis().argument_size_in_bytes == 64 * 32
 
 
 @pytest.mark.parametrize("kernels", ["xla", "gpu"])

@@ -296,6 +296,7 @@ PARTS = {
   ),
   "top_k": Part(1, measure_speed, [_decode(gamma, temperature=1.0) for gamma in (0, 5)]),
   "int8": Part(2, measure_speed, [_decode(gamma, weights="int8") for gamma in (0, 5)]),
+  "int4": Part(2, measure_speed, [_decode(gamma, weights="int4") for gamma in (0, 5)]),
   "tree": Part(1, measure_speed, [_decode(8, nodes=64), _decode(8, nodes=64, null=True)]),
   "transformers": Part(3, measure_transformers, [dict(cache=x) for x in ("dynamic", "static")]),
   "tests": Part(5, run_tests, [dict(tests="contract and decoding")]),

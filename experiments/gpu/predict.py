@@ -109,7 +109,7 @@ _WEIGHTS = {
   for weights in ("float", "int8", "int4")
 }
 SETTINGS = [*_STEPS, *_ROUNDS, *_PARTS, *_DRAFTS, *_TREES, *_DYNAMIC, _SIZES[-2]]
-SETTINGS += _WEIGHTS["int8"] + _WEIGHTS["int4"]
+FORMATS = _WEIGHTS["int8"] + _WEIGHTS["int4"]
 
 
 def compiled_kernels(setting: Setting, config_kernels: str = "gpu") -> Kernels:
@@ -422,7 +422,7 @@ def main() -> None:
   parser.add_argument("--kernels", default="gpu", help="those of the models: gpu (default) or xla")
   parser.add_argument("--format", default="terminal", help="terminal (default), markdown or csv")
   args = parser.parse_args()
-  compiled = compile_missing(SETTINGS, args.compiled, args.kernels)
+  compiled = compile_missing([*SETTINGS, *FORMATS], args.compiled, args.kernels)
   for table in TABLES:
     print(render(table(compiled), args.format))
 
