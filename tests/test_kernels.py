@@ -186,13 +186,15 @@ def test_int4_product_is_that_of_the_matrix_that_its_scales_give(kernels, rows, 
   x, w = operands(rows, depth, 40)
   kernel, scale = quantize(w, "int4")
   scaled = kernel.astype(float) * np.repeat(scale, depth // len(scale), axis=0)
+  kernel, scale = jnp.asarray(kernel), jnp.asarray(scale)
   if kernels == "gpu":
     normed = gpu.Normed(x, np.arange(depth, dtype=np.float32))
     products = [gpu.matmul(each, kernel.T, scale.T, jnp.float32) for each in (x, normed)]
     rms = np.sqrt(np.square(x).mean(axis=1, keepdims=True) + 1e-6)
     expected = [x @ scaled, (x / rms * np.arange(depth)) @ scaled]
   else:
-    products, expected = [grouped_matmul(x, kernel, scale, jnp.float32)], [x @ scaled]
+    products = [grouped_matmul(jnp.asarray(x), kernel, scale, jnp.float32)]
+    expected = [x @ scaled]
   for got, want in zip(products, expected):
     np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-5 * np.abs(want).max())
 
