@@ -31,6 +31,7 @@ LINES = {
   "execution": "execution.execution",
   "matmuls": "kernels.matmuls",
   "parity": "generate.compare",
+  "bleu": "multi30k_ende.quantized",
   "processors": "processors.processors",
   "gpu-times": "gpu.predict",  # compiled programs
   "gpu-changes": "gpu.predict",
