@@ -24,12 +24,14 @@ RECORDS = {
   "beams": "beams.beams",
   "throughput": "throughput.throughput",
   "gammas": "throughput.throughput",
+  "formats": "peers.compare",
 }
 # lines of JSON,
 LINES = {
   "execution": "execution.execution",
   "matmuls": "kernels.matmuls",
   "parity": "generate.compare",
+  "bleu": "multi30k_ende.quantized",
   "processors": "processors.processors",
   "gpu-times": "gpu.predict",  # compiled programs
   "gpu-changes": "gpu.predict",
@@ -37,6 +39,7 @@ LINES = {
   "gpu-drafts": "gpu.predict",
   "gpu-trees": "gpu.predict",
   "gpu-sizes": "gpu.predict",
+  "gpu-weights": "gpu.predict",
   "gpu-speed": "gpu.measure",
   "gpu-identity": "gpu.measure",
 }

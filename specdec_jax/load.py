@@ -34,6 +34,7 @@ from specdec_jax.errors import InputError, require_count
 from specdec_jax.models.config import named_dtype
 from specdec_jax.models.families import Config, config_of, model_of
 from specdec_jax.models.kernels import skinny
+from specdec_jax.models.quantization import LARGEST
 from specdec_jax.pair import Pair
 from specdec_jax.xla import default_cache_dir, enable_compile_cache
 
@@ -92,11 +93,12 @@ def load_pair(
       matmuls with weights, attention and T5's norms.
     weights: how the matrices of the target are kept in memory. 'float': in `dtype`. 'stored':
       bfloat16 matrices of the checkpoint stay in bfloat16 if `kernels.skinny` is used, which halves
-      the bytes that a step reads and does not change the output. 'int8': quantized on loading
-      (`models.quantization`); outputs are then exactly those of the quantized model.
+      the bytes that a step reads and does not change the output. 'int8' and 'int4': quantized on
+      loading (`models.quantization`); outputs are then exactly those of the quantized model. int4
+      takes half the memory of int8, but is slow on a CPU.
     draft_weights: the same for a draft that is a separate model; outputs keep the target's
-      distribution with any value. By default 'int8' if `weights` is 'int8', or if `dtype` is
-      'bfloat16' and `kernels.skinny` is used, which is faster; otherwise 'stored'.
+      distribution with any value. By default as `weights` if that is 'int8' or 'int4'; 'int8' if
+      `dtype` is 'bfloat16' and `kernels.skinny` is used, which is faster; otherwise 'stored'.
     verifier: `Verifier` class, or a function from a sampling method to a verifier.
     source_language: language of the sources of a multilingual target, by the name of its token,
       such as 'fra_Latn' (NLLB), 'fr_XX' (mBART-50) or 'fr' (M2M100). By default, the language that
@@ -137,7 +139,7 @@ def load_pair(
         vocabulary,
         dtype,
         kernels,
-        draft_weights or ("int8" if weights == "int8" else None),
+        draft_weights or (weights if weights in LARGEST else None),
         shardings=draft_shardings,
         other_arrays=params,
       )
@@ -235,7 +237,7 @@ def speculator(
 
   Args:
     path: folder of the head, local or `gs://`.
-    weights: see `load_pair`. By default 'int8' if the target's are int8, otherwise 'stored'.
+    weights: see `load_pair`. By default as the target's if they are quantized, otherwise 'stored'.
     output_tokens: see `checkpoint_draft`.
 
   Raises:
@@ -250,14 +252,14 @@ def speculator(
       f"The draft in {path} was trained with another vocabulary than {target.vocabulary.path}."
     )
   own = require_config(target)
-  weights = weights or ("int8" if own.weights == "int8" else "stored")
+  weights = weights or (own.weights if own.weights != "float" else "stored")
   tokens = output_tokens and output_tokens(target.vocabulary)
   head = dataclasses.replace(
     head,
     **{name: getattr(own, name) for name in ("dtype", "kernels", "fused")},
-    weights="int8" if weights == "int8" else "float",
     num_output_tokens=None if tokens is None else len(tokens),
   )
+  head = with_weights(head, weights)
   params = checkpoint.load(
     head,
     stored_weights=weights == "stored",
@@ -281,9 +283,9 @@ def head_factory(name: str, head: DraftHead, params: Any, target: Loaded) -> Dra
 
 
 def draft_name(name: str, config: AnyConfig) -> str:
-  """Return the name of a draft for records, with its number of output tokens and int8 weights."""
+  """Return the name of a draft for records, with its number of output tokens and its format."""
   tokens = [f"{config.num_output_tokens} tokens"] if config.num_output_tokens else []
-  return ", ".join([name, *tokens, *(["int8"] if config.weights == "int8" else [])])
+  return ", ".join([name, *tokens, *([config.weights] if config.weights != "float" else [])])
 
 
 def require_config(target: Loaded) -> Config:
@@ -321,12 +323,11 @@ def load_model(
   config = _with_vocabulary(role, checkpoint, vocabulary)
   config = dataclasses.replace(config, dtype=named_dtype(dtype))
   config = laid_out(config, shardings, kernels)
-  if weights not in (None, "float", "stored", "int8"):
-    raise InputError(f"weights is {weights!r}; give 'float', 'stored' or 'int8'.")
+  if weights not in (None, "float", "stored", *LARGEST):
+    raise InputError(f"weights is {weights!r}; give 'float', 'stored', 'int8' or 'int4'.")
   if weights is None:
     weights = "int8" if config.kernels == "skinny" and config.in_pairs else "stored"
-  if weights == "int8":
-    config = dataclasses.replace(config, weights="int8")
+  config = with_weights(config, weights)
   if output_tokens is not None:
     config = dataclasses.replace(config, num_output_tokens=len(output_tokens))
   params = checkpoint.load(
@@ -393,6 +394,14 @@ def laid_out(config: Config, shardings: ShardingsFn, kernels: str) -> Config:
   elif kernels == "auto":
     kernels = "skinny" if skinny.is_available(config.dtype) else "xla"
   return dataclasses.replace(config, fused=True, tied_logits=False, kernels=kernels)
+
+
+def with_weights(config: Any, weights: Any) -> Any:
+  """Return the configuration of a model with quantized weights; int4 has no kernels for CPUs."""
+  kernels = "xla" if weights == "int4" and config.kernels == "skinny" else config.kernels
+  return dataclasses.replace(
+    config, weights=weights if weights in LARGEST else "float", kernels=kernels
+  )
 
 
 def _generation(

@@ -105,12 +105,12 @@ class Pair:
   def kernels(self) -> str:
     """Implementation of the target's matmuls (`TransformerConfig.kernels`).
 
-    It ends with '+int8' if weights are int8, and with '+bfloat16' if they are read in bfloat16
-    although `dtype` is 'float32'.
+    It ends with '+int8' or '+int4' if weights are quantized, and with '+bfloat16' if they are read
+    in bfloat16 although `dtype` is 'float32'.
     """
     kernels = getattr(self.config, "kernels", "xla")
-    if getattr(self.config, "weights", "float") == "int8":
-      return kernels + "+int8"
+    if (weights := getattr(self.config, "weights", "float")) != "float":
+      return f"{kernels}+{weights}"
     arrays = jax.tree.leaves(self.target.params)
     is_stored = self.dtype == "float32" and any(x.dtype == jnp.bfloat16 for x in arrays)
     return kernels + "+bfloat16" * is_stored

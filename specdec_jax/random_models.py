@@ -19,7 +19,7 @@ from specdec_jax.errors import InputError
 from specdec_jax.models.config import Weights, named_dtype
 from specdec_jax.models.families import Config, model_of
 from specdec_jax.models.kernels import gpu
-from specdec_jax.models.quantization import MAX_INT8, param_dtype
+from specdec_jax.models.quantization import LARGEST, param_dtype
 from specdec_jax.models.simulated import SimulatedModel
 from specdec_jax.models.sizes import named_config, version_name
 from specdec_jax.pair import Pair
@@ -141,14 +141,16 @@ def random_model(
       f"{size}; give a smaller vocabulary."
     )
   config = load.laid_out(config, shardings, kernels)
-  config = dataclasses.replace(config, weights=weights, num_output_tokens=num_output_tokens)
+  config = dataclasses.replace(config, num_output_tokens=num_output_tokens)
+  config = load.with_weights(config, weights)
   leaves, tree = jax.tree.flatten_with_path(param_shapes(config))
   places = jax.tree.leaves(make_shardings(shardings, config)) if shardings else [None] * len(leaves)
 
   @functools.partial(jax.jit, static_argnames=("shape", "place", "dtype"))
   def random_array(key, shape, place, dtype):
-    if dtype == jnp.int8:
-      array = jax.random.randint(key, shape, -MAX_INT8, MAX_INT8 + 1, jnp.int8)
+    if (name := jnp.dtype(dtype).name) in LARGEST:
+      largest = LARGEST[name]
+      array = jax.random.randint(key, shape, -largest, largest + 1, jnp.int8).astype(dtype)
     elif len(shape) == 1:
       array = jnp.ones(shape, dtype)
     else:
@@ -162,12 +164,12 @@ def random_model(
     for key, (path, leaf), place in zip(keys, leaves, places)
   ]
   params = jax.tree.unflatten(tree, arrays)
-  # The values of int8 matrices have a standard deviation of 73.
-  scale = config.emb_dim**-0.5 / 73
 
   def special(path, array):
     if path[-1].key == "kernel_scale":
-      return array * scale
+      # The standard deviation of integers up to 127 is 73, and up to 7 it is 4.3.
+      std = {"int8": 73, "int4": 4.3}[config.weights]
+      return jnp.full_like(array, config.emb_dim**-0.5 / std)
     if path[-1].key == "output_tokens":
       return jnp.arange(len(array), dtype=jnp.int32)
     return array

@@ -92,18 +92,21 @@ def gpt() -> Models:
 
 
 @functools.cache
-def int8() -> Models:
-  """Return the T5 models with int8 weights, and a draft that can propose four of the tokens."""
+def quantized(weights: str) -> Models:
+  """Return the T5 models with such weights, and a draft that can propose four of the tokens."""
   tokens = np.array([1, 2, 3, 5], np.int32)
-  target = dataclasses.replace(T5_CONFIG, weights="int8")
-  draft = dataclasses.replace(T5_DRAFT, weights="int8", num_output_tokens=len(tokens))
+  target = dataclasses.replace(T5_CONFIG, weights=weights)
+  draft = dataclasses.replace(T5_DRAFT, weights=weights, num_output_tokens=len(tokens))
   params, draft_params = target_and_draft()
   return t5()._replace(
     target=T5Model(target),
     draft=T5Model(draft),
-    params=tiny.quantized(params),
-    draft_params=tiny.quantized(tiny.with_output_tokens(draft_params, tokens)),
+    params=tiny.quantized(params, weights),
+    draft_params=tiny.quantized(tiny.with_output_tokens(draft_params, tokens), weights),
   )
+
+
+int8, int4 = functools.partial(quantized, "int8"), functools.partial(quantized, "int4")
 
 
 @functools.cache
@@ -305,6 +308,7 @@ RAGGED = Tree((0, 0, 1, 1, 2, 4))
 CASES = {
   "chain": (t5, model, chain(3), TokenVerifier),
   "int8, few tokens": (int8, model, RAGGED, TokenVerifier),
+  "int4, few tokens": (int4, model, chain(3), TokenVerifier),
   "prompt lookup": (t5, drafted(prompt_lookup), chain(2), TokenVerifier),
   "prompt lookup, tree": (gpt, drafted(prompt_lookup), branching(2, 1), TokenVerifier),
   "n-grams": (t5, drafted(backoff_ngrams, outputs()), RAGGED, TokenVerifier),
@@ -442,7 +446,7 @@ def with_positions(models: Models, count: int) -> Models:
   """Return the models with a target that has the first `count` of 64 learned positions."""
   config = dataclasses.replace(models.target.config, num_positions=64)
   params = tiny.params(dataclasses.replace(config, weights="float"), 2, peak=0.9)
-  params = tiny.quantized(params) if config.weights == "int8" else params
+  params = params if config.weights == "float" else tiny.quantized(params, config.weights)
   params = jax.tree_util.tree_map_with_path(
     lambda path, x: x[:count] if path[-1].key == "positions" else x, params
   )
@@ -523,6 +527,7 @@ def in_batch(case: str):
 SAME_STATE = {
   "greedy siblings",
   "int8, few tokens",
+  "int4, few tokens",
   "blocks",
   "tree",
   "tree, blocks",

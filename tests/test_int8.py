@@ -1,4 +1,4 @@
-"""Test models with int8 weights, and drafts that propose only some tokens."""
+"""Test models with int8 and int4 weights, and drafts that propose only some tokens."""
 
 import dataclasses
 import functools
@@ -59,28 +59,32 @@ def logits_of(pair):
   return np.asarray(logits(pair.target.params))
 
 
-@pytest.mark.parametrize("value", [np.nan, np.inf])
-def test_weights_that_int8_cannot_represent_are_rejected(tmp_path, value):
+@pytest.mark.parametrize("value, weights", [(np.nan, "int8"), (np.inf, "int8"), (np.nan, "int4")])
+def test_weights_that_integers_cannot_represent_are_rejected(tmp_path, value, weights):
   pair, path = load(kernels="xla"), str(tmp_path / "damaged")
   checkpoint = open_checkpoint(str(tiny_pair.folder() / "target"))
   params = checkpoint.load(checkpoint.config)
   kernel = params["decoder"]["layers_0"]["mlp"]["wo"]["kernel"]
   params["decoder"]["layers_0"]["mlp"]["wo"]["kernel"] = kernel.at[3, 2].set(value)
   save_model(path, checkpoint.config, params)
-  with pytest.raises(InputError, match="decoder/layers_0/mlp/wo/kernel of .*damaged.*int8 cannot"):
-    load_pair(path, path, pair.vocabulary, weights="int8")
+  with pytest.raises(
+    InputError, match=f"decoder/layers_0/mlp/wo/kernel of .*damaged.*{weights} cannot"
+  ):
+    load_pair(path, path, pair.vocabulary, weights=weights)
 
 
 @pytest.mark.parametrize("kernels", KERNELS)
-def test_logits_are_those_of_the_rounded_weights(kernels):
-  """All matrices of linear layers are int8; embeddings, norms and biases do not change."""
-  pair, whole = load(weights="int8", kernels=kernels), load(kernels="xla")
+@pytest.mark.parametrize("weights", ["int8", "int4"])
+def test_logits_are_those_of_the_rounded_weights(kernels, weights):
+  """All matrices of linear layers are rounded; embeddings, norms and biases do not change."""
+  pair, whole = load(weights=weights, kernels=kernels), load(kernels="xla")
 
   def rounded(path, x):
     if path[-1].key != "kernel":
       return x
-    values, scale = quantize(np.asarray(x))
-    return jnp.asarray(values * scale)
+    values, scale = quantize(np.asarray(x), weights)
+    scale = scale.reshape(-1, x.shape[1])
+    return jnp.asarray(values.astype(np.float32) * np.repeat(scale, len(x) // len(scale), axis=0))
 
   expected = tiny_pair.changed(
     whole, params=jax.tree_util.tree_map_with_path(rounded, whole.target.params)
@@ -90,23 +94,25 @@ def test_logits_are_those_of_the_rounded_weights(kernels):
   assert np.abs(want - logits_of(whole)).max() > 1e-3 * want.std()
   stored = dict(jax.tree_util.tree_leaves_with_path(whole.target.params))
   for path, x in jax.tree_util.tree_leaves_with_path(pair.target.params):
-    assert (x.dtype == jnp.int8) == (path[-1].key == "kernel"), name_of(path)
+    assert (x.dtype == jnp.dtype(weights)) == (path[-1].key == "kernel"), name_of(path)
     if path[-1].key not in ("kernel", "kernel_scale"):
       np.testing.assert_array_equal(x, stored[path])
-  assert pair.kernels.endswith("+int8")
+  assert pair.kernels.endswith(f"+{weights}")
 
 
-@pytest.mark.parametrize("draft_weights", ["int8", "float"])
-def test_outputs_are_those_of_the_quantized_target(draft_weights):
-  pair = load(weights="int8", draft_weights=draft_weights)
+@pytest.mark.parametrize(
+  "weights, draft_weights", [("int8", "int8"), ("int8", "float"), ("int4", None), ("int4", "int8")]
+)
+def test_outputs_are_those_of_the_quantized_target(weights, draft_weights):
+  pair = load(weights=weights, draft_weights=draft_weights)
   prompt, keys = pair.prompt(tiny_pair.SENTENCES[:6]), row_keys(0, 0, 6)
   alone, together = (
     pair.decode_fn(GREEDY, chain(gamma))(prompt, keys, max_new_tokens=12) for gamma in (0, 3)
   )
   np.testing.assert_array_equal(together.tokens, alone.tokens)
   assert together.num_rounds < alone.num_rounds
-  kernels = [x for x in jax.tree.leaves(pair.draft.params) if x.dtype == jnp.int8]
-  assert bool(kernels) == (draft_weights == "int8")
+  dtypes = {x.dtype.name for x in jax.tree.leaves(pair.draft.params)} & {"int8", "int4"}
+  assert dtypes == {draft_weights or weights} - {"float"}
 
 
 def test_scales_are_sharded_like_the_columns_of_their_matrices():

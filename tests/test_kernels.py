@@ -15,10 +15,11 @@ import tiny
 
 from specdec_jax.checkpoints.load import open_checkpoint
 from specdec_jax.checkpoints.save import save_model
+from specdec_jax.core.memory import num_bytes
 from specdec_jax.core.trees import Tree
 from specdec_jax.models.families import for_decoding
-from specdec_jax.models.kernels import skinny
-from specdec_jax.models.layers import MASKED
+from specdec_jax.models.kernels import gpu, skinny
+from specdec_jax.models.layers import MASKED, grouped_matmul
 from specdec_jax.models.quantization import quantize
 from specdec_jax.models.t5 import T5Model
 
@@ -159,14 +160,43 @@ def test_largest_int8_sums_do_not_overflow():
     ).block_until_ready()
 
 
-def test_quantization_changes_a_value_by_at_most_half_a_scale():
-  w = normal(np.random.default_rng(0), 300, 50) * np.logspace(-30, 30, 50)
+@pytest.mark.parametrize("weights, groups, largest", [("int8", 1, 127), ("int4", 3, 7)])
+def test_quantization_changes_a_value_by_at_most_half_a_scale(weights, groups, largest):
+  w = normal(np.random.default_rng(0), 384, 50) * np.logspace(-30, 30, 50)
   w[:, 3] = 0
-  kernel, scale = quantize(w.astype(np.float32))
-  assert kernel.dtype == np.int8 and scale.dtype == np.float32 and scale[3] == 1
-  assert (np.abs(kernel * scale.astype(float) - w) <= 0.5001 * scale).all()
+  kernel, scale = quantize(w.astype(np.float32), weights)
+  assert kernel.dtype == jnp.dtype(weights) and scale.dtype == np.float32
+  kernel, scale = kernel.astype(int).reshape(groups, -1, 50), scale.reshape(groups, 1, 50)
+  assert (scale[..., 3] == 1).all()
+  assert (np.abs(kernel * scale.astype(float) - w.reshape(kernel.shape)) <= 0.5001 * scale).all()
   nonzero = np.arange(50) != 3
-  assert (np.abs(kernel[:, nonzero]).max(axis=0) == 127).all()
+  assert (np.abs(kernel[..., nonzero]).max(axis=1) == largest).all()
+
+
+def test_xla_stores_two_int4_values_in_a_byte():
+  x = jnp.ones((64, 64), jnp.int4)
+  program = jax.jit(lambda x: x + x).lower(x).compile()
+  assert num_bytes(x) == program.memory_analysis().argument_size_in_bytes == 64 * 32
+
+
+@pytest.mark.parametrize("kernels", ["xla", "gpu"])
+@pytest.mark.parametrize("rows", [1, 6, 20])
+@pytest.mark.parametrize("depth", [256, 200, 5])
+def test_int4_product_is_that_of_the_matrix_that_its_scales_give(kernels, rows, depth):
+  x, w = operands(rows, depth, 40)
+  kernel, scale = quantize(w, "int4")
+  scaled = kernel.astype(float) * np.repeat(scale, depth // len(scale), axis=0)
+  kernel, scale = jnp.asarray(kernel), jnp.asarray(scale)
+  if kernels == "gpu":
+    normed = gpu.Normed(x, np.arange(depth, dtype=np.float32))
+    products = [gpu.matmul(each, kernel.T, scale.T, jnp.float32) for each in (x, normed)]
+    rms = np.sqrt(np.square(x).mean(axis=1, keepdims=True) + 1e-6)
+    expected = [x @ scaled, (x / rms * np.arange(depth)) @ scaled]
+  else:
+    products = [grouped_matmul(jnp.asarray(x), kernel, scale, jnp.float32)]
+    expected = [x @ scaled]
+  for got, want in zip(products, expected):
+    np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-5 * np.abs(want).max())
 
 
 @pytest.mark.slow

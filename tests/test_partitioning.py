@@ -227,14 +227,16 @@ def test_state_is_sharded_by_rows_and_cached_keys_by_heads(tree):
   assert state_shardings({"tokens": odd}, MESH)["tokens"].spec == PartitionSpec(None)
 
 
+@pytest.mark.parametrize("weights", ["int8", "int4"])
 @pytest.mark.parametrize("options", [tiny.T5GEMMA, tiny.BART, {}], ids=["t5gemma", "bart", "t5"])
-def test_int8_scales_of_families_are_sharded_like_columns(options):
-  config = tiny.config(weights="int8", **options)
+def test_scales_of_families_are_sharded_like_columns(options, weights):
+  config = tiny.config(weights=weights, **options)
   sharding = specs(param_shardings(shapes(config), MESH, config=config))
   scales = [name for name in sharding if name.endswith("kernel_scale")]
   assert scales
   for name in scales:
-    assert sharding[name] == PartitionSpec(sharding[name.removesuffix("_scale")][1]), name
+    assert sharding[name][-1] == sharding[name.removesuffix("_scale")][1], name
+    assert len(sharding[name]) == {"int8": 1, "int4": 2}[weights] and not any(sharding[name][:-1])
 
 
 def test_fused_matrices_can_be_replicated_but_not_sharded():

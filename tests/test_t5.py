@@ -334,14 +334,14 @@ def test_wrong_attention_in_a_tree_is_detected(monkeypatch, fault):
     ("1.1", "float", 700),  # some matrices are larger
     ("1.0", "float", 10**7),
     *(pytest.param(v, "float", 10**7, marks=pytest.mark.slow) for v in ("umT5", "BART", "T5Gemma")),
-    pytest.param("1.1", "int8", 700, marks=pytest.mark.slow),
+    *(pytest.param("1.1", weights, 700, marks=pytest.mark.slow) for weights in ("int8", "int4")),
   ],
 )
 def test_kernels_for_gpus_change_logits_by_rounding_only(variant, weights, reduced, monkeypatch):
   """One row, several rows, a tree and its commit, many rows, and texts that share a source."""
   monkeypatch.setattr(kernels, "REDUCED", reduced)
   fused, params = for_decoding(VARIANTS[variant], tiny.params(VARIANTS[variant], 0))
-  params = tiny.quantized(params) if weights == "int8" else params
+  params = params if weights == "float" else tiny.quantized(params, weights)
   fused = dataclasses.replace(fused, weights=weights, dropout_rate=reduced / 1e8)  # traced anew
   gpu = dataclasses.replace(fused, kernels="gpu")
   models = Cached(fused, params), Cached(gpu, tiny.transposed(params))

@@ -96,14 +96,15 @@ def gpt_config(vocab_size: int = 16, layers: int = 2, **overrides) -> GPTConfig:
   return GPTConfig(**{**fields, **overrides})
 
 
-def quantized(params: dict) -> dict:
-  """Return parameters with int8 matrices; see `quantization.quantize`."""
+def quantized(params: dict, weights: str = "int8") -> dict:
+  """Return parameters with int8 or int4 matrices; see `quantization.quantize`."""
   result = {
-    name: quantized(value) if isinstance(value, dict) else value for name, value in params.items()
+    name: quantized(value, weights) if isinstance(value, dict) else value
+    for name, value in params.items()
   }
   if "kernel" in params:
     result["kernel"], result["kernel_scale"] = map(
-      jnp.asarray, quantize(np.asarray(params["kernel"]))
+      jnp.asarray, quantize(np.asarray(params["kernel"]), weights)
     )
   return result
 
@@ -159,7 +160,9 @@ def transposed(params):
   """Return the parameters of a model with `kernels='gpu'`."""
 
   def transpose(path, x):
-    return x.T if path[-1].key == "kernel" and gpu.is_transposed(x.shape) else x
+    if path[-1].key == "kernel" and not gpu.is_transposed(x.shape, x.dtype.name):
+      return x
+    return x.T if path[-1].key in ("kernel", "kernel_scale") else x
 
   return jax.tree_util.tree_map_with_path(transpose, params)
 

@@ -369,6 +369,7 @@ PARTS = {
     3, measure_speed, [_decode(gamma, batch) for batch in (8, 32, 128) for gamma in (0, 3)]
   ),
   "int8": Part(1, measure_speed, [_decode(gamma, weights="int8") for gamma in (0, 5)]),
+  "int4": Part(1, measure_speed, [_decode(gamma, weights="int4") for gamma in (0, 5)]),
   "transformers": Part(3, measure_transformers, [dict(cache=x) for x in ("dynamic", "static")]),
   "tests": Part(5, run_tests, [dict(tests="contract and decoding")]),
   "table2": Part(25, reproduce_table2, [dict(tables="table2")]),

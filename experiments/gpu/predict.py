@@ -37,6 +37,7 @@ from experiments.gpu.kernels import (
 from experiments.tables import lines
 from experiments.tpu_v4 import compile as compiler
 from specdec_jax import theory
+from specdec_jax.core import memory
 from specdec_jax.core.sampling import Sampling
 from specdec_jax.core.trees import AnyTree, DynamicTree
 from specdec_jax.drafts.heads import HEADS, AnyConfig, DraftHead, new_head
@@ -103,7 +104,13 @@ _DYNAMIC = [
   for program in ("drafting", "round")
 ]
 _SIZES = [*(Setting("draft step", size) for size in ("small", "base", "large", "xl")), _STEPS[0]]
+_PROGRAMS = "plain step", "verify", "draft step", "round"
+_WEIGHTS = {
+  weights: [Setting(program, weights=weights) for program in _PROGRAMS]
+  for weights in ("float", "int8", "int4")
+}
 SETTINGS = [*_STEPS, *_ROUNDS, *_PARTS, *_DRAFTS, *_TREES, *_DYNAMIC, _SIZES[-2]]
+FORMATS = _WEIGHTS["int8"] + _WEIGHTS["int4"]
 
 
 def compiled_kernels(setting: Setting, config_kernels: str = "gpu") -> Kernels:
@@ -307,7 +314,8 @@ def gpu_sizes_table(compiled: Sequence[Line]) -> Table:
     memory = (_parameter_bytes(size, dtype, weights) / 1e9 for dtype, weights in _FORMATS)
     cells = [f"{gigabytes:.2f}" for gigabytes in memory]
     rows.append((size, *cells, f"{cache / 1e6:.1f}", f"{us / 1e3:.2f}", f"{small_us / us:.2f}"))
-  columns = "size", "float32 GB", "bfloat16 GB", "int8 GB", "caches MB", "ms per step", "c of small"
+  formats = "float32 GB", "bfloat16 GB", "int8 GB", "int4 GB"
+  columns = "size", *formats, "caches MB", "ms per step", "c of small"
   notes = (
     "GB: parameters, encoder included. caches: keys and values in bfloat16 of one row, with 256 "
     "source tokens and 256 slots.",
@@ -316,14 +324,35 @@ def gpu_sizes_table(compiled: Sequence[Line]) -> Table:
   return Table("Sizes of T5 1.1 on an H100", columns, tuple(rows), notes)
 
 
-_FORMATS = ("float32", "float"), ("bfloat16", "float"), ("bfloat16", "int8")
+_FORMATS = ("float32", "float"), ("bfloat16", "float"), ("bfloat16", "int8"), ("bfloat16", "int4")
 
 
 def _parameter_bytes(size: str, dtype: str, weights: str) -> int:
   config = _t5(size, Setting("", dtype=dtype, weights=weights))
   shapes = jax.eval_shape(functools.partial(init_params, config), jax.random.key(0))
   leaves = jax.tree.leaves_with_path(shapes)
-  return sum(x.size * jnp.dtype(param_dtype(path, x, config)).itemsize for path, x in leaves)
+  return sum(memory.num_bytes(x.update(dtype=param_dtype(path, x, config))) for path, x in leaves)
+
+
+def gpu_weights_table(compiled: Sequence[Line]) -> Table:
+  """Return a table of the formats of weights: bytes and predicted times of steps and rounds."""
+  rows: list[tuple[str, ...]] = []
+  for weights, settings in _WEIGHTS.items():
+    step, verify, draft, round_ = (kernels_of(compiled, setting) for setting in settings)
+    sizes = num_bytes(step) / 1e9, num_bytes(verify) / 1e9, num_bytes(draft) / 1e9
+    times = *(H100.us(found) / 1e3 for found in (step, verify, draft)), H100.us(round_) / 1e3
+    cells = *(f"{gigabytes:.2f}" for gigabytes in sizes), *(f"{ms:.2f}" for ms in times)
+    rows.append((weights, *cells, f"{times[3] / times[0]:.2f}"))
+  names = "step", "verify", "draft step"
+  columns = *(f"{name} GB" for name in names), *(f"{name} ms" for name in (*names, "round"))
+  notes = (
+    "T5-XXL with T5-small in the same format, arithmetic in bfloat16, gamma 5, batch 1. verify: a "
+    "target pass over six tokens.",
+    "ms: predicted from bytes and the number of kernels. The arithmetic that converts integers is "
+    "not counted, and nothing was timed on a device.",
+  )
+  columns = "weights", *columns, "round / step"
+  return Table("Formats of weights on an H100", columns, tuple(rows), notes)
 
 
 def gpu_changes_table(compiled: Sequence[Line]) -> Table:
@@ -380,6 +409,7 @@ TABLES = (
   gpu_parts_table,
   gpu_drafts_table,
   gpu_trees_table,
+  gpu_weights_table,
 )
 
 
@@ -419,7 +449,7 @@ def main() -> None:
   parser.add_argument("--kernels", default="gpu", help="those of the models: gpu (default) or xla")
   parser.add_argument("--format", default="terminal", help="terminal (default), markdown or csv")
   args = parser.parse_args()
-  compiled = compile_missing(SETTINGS, args.compiled, args.kernels)
+  compiled = compile_missing([*SETTINGS, *FORMATS], args.compiled, args.kernels)
   for table in TABLES:
     print(render(table(compiled), args.format))
 

@@ -37,7 +37,14 @@ from specdec_jax.measure import records
 from specdec_jax.measure.costs import interleaved_seconds, ratio_range
 from specdec_jax.measure.records import Record, settings_to_measure
 from specdec_jax.measure.sweep import Report, Step, measure_missing
-from specdec_jax.measure.tables import IDENTICAL, MISSING, Table, render
+from specdec_jax.measure.tables import (
+  IDENTICAL,
+  MISSING,
+  Table,
+  measured_with,
+  range_text,
+  render,
+)
 from specdec_jax.pair import Pair
 
 PEERS_LEGEND = {
@@ -166,7 +173,7 @@ def _measure(
     if not comparison.stops_at_eos or sampling.temperature:
       return False
     baseline, models = setting.settings.baseline, setting.models
-    float32 = models.dtype == "float32" and not models.kernels.endswith("int8")
+    float32 = models.dtype == "float32" and not models.kernels.endswith(("int8", "int4"))
     return baseline == OWN_BASELINE.name or (float32 and backends[baseline].float32)
 
   measured = []
@@ -267,6 +274,40 @@ def _free_memory() -> None:
   """Free weights that are no longer referenced, and all programs that JAX has compiled."""
   jax.clear_caches()
   gc.collect()
+
+
+def formats_table(measured: Sequence[Record]) -> Table:
+  """Return a table of formats of weights that one run decoded in turn, over the first of them."""
+  rows: list[tuple[str, ...]] = []
+  first = measured[0]
+  for r in measured:
+    rates = r.times.baseline_tokens_per_s or 0.0, r.times.speculative_tokens_per_s or 0.0
+    ratio = rates[0] / (first.times.baseline_tokens_per_s or 0.0)
+    cells = f"{rates[0]:.0f}", f"{ratio:.2f}", f"{rates[1]:.0f}"
+    per_round = f"{r.outputs.tokens_per_round:.2f}"
+    rows.append(
+      (
+        r.models.kernels,
+        *cells,
+        f"{r.times.speedup:.2f}{range_text(r)}",
+        per_round,
+        IDENTICAL.cell(r),
+      )
+    )
+  settings = first.settings
+  title = (
+    f"{settings.task}, {first.models.target} with {first.models.draft}, {settings.num_examples} "
+    f"texts, batch 1, {first.models.dtype}, temperature {settings.temperature:g}, {first.device}"
+  )
+  gamma = f"gamma {settings.gamma}"
+  speeds = "autoregressive tokens/s", "over the first row", f"{gamma} tokens/s", "speedup"
+  columns = "kernels and weights", *speeds, "acceptance length", "identical"
+  notes = (
+    "All rows were decoded in turn. speedup: of speculative decoding with the draft in the same "
+    "format.",
+    measured_with(measured),
+  )
+  return Table(title, columns, tuple(rows), notes)
 
 
 def peers_table(measured: Sequence[Record]) -> Table:

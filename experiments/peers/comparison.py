@@ -283,7 +283,7 @@ def _load_pairs(
   """Load a pair in each precision. Of two pairs with the same weights, only the first is kept."""
   pairs: dict[tuple[str, str, str], Pair] = {}
   for dtype, weights, *rest in precisions:
-    default: LoadedWeights | None = "int8" if weights == "int8" else None
+    default: LoadedWeights | None = weights if weights in ("int8", "int4") else None
     draft_weights = rest[0] if rest else default
     pair = load_pair(
       target,

@@ -168,11 +168,11 @@ def main() -> None:
   nodes = f", {args.nodes} nodes{' (dynamic)' * args.dynamic}" if args.nodes else ""
   if args.beams:
     nodes = f", {args.beams} beams, {args.draft_beams or args.beams} of the draft{nodes}"
-  int8 = ", int8 weights" if args.weights == "int8" else ""
+  weights = f", {args.weights} weights" if args.weights != "float" else ""
   family = args.version if args.version.isidentifier() else f"T5 {args.version}"
   title = (
     f"{family} {args.target} with {args.draft}{' (fused)' * args.fused}, "
-    f"gamma {args.gamma}{nodes}, {args.dtype}{int8}, batch {args.batch_size}, "
+    f"gamma {args.gamma}{nodes}, {args.dtype}{weights}, batch {args.batch_size}, "
     f"{'TPU ' * (not is_gpu)}{args.topology}{', both sharded' * args.cut_draft}, "
     f"jax {versions['jax']}, {by} {versions[by]}"
   )

@@ -23,10 +23,10 @@ from specdec_jax.drafts.heads import AnyConfig, init_params
 from specdec_jax.errors import InputError
 from specdec_jax.models.families import for_decoding
 from specdec_jax.models.kernels import gpu, skinny
-from specdec_jax.models.quantization import column_scales, param_dtype, quantize
+from specdec_jax.models.quantization import column_scales, num_groups, param_dtype, quantize
 
 # How weights are loaded; see `load.load_pair`.
-LoadedWeights = Literal["float", "stored", "int8"]
+LoadedWeights = Literal["float", "stored", "int8", "int4"]
 # A tree of `Sharding` with the structure of the parameters, or a function that returns it, given
 # their shapes and, if it has a parameter `config`, the configuration of the model.
 Shardings = Any
@@ -203,18 +203,18 @@ class _Array(NamedTuple):
 def _arrays(
   config: AnyConfig, name: str, leaves: Sequence[Leaf], tokens: np.ndarray | None
 ) -> dict[str, _Array]:
-  """Return the arrays of a parameter: itself, or its panels, int8 values, scales and tokens."""
+  """Return the arrays of a parameter: itself, or its panels, integers, scales and tokens."""
   path, _, kind = name.rpartition("/")
   columns = tokens if path.rpartition("/")[2] in _OUTPUTS else None
-  is_int8, is_packed = config.weights == "int8", config.kernels == "skinny"
+  is_quantized, is_packed = config.weights != "float", config.kernels == "skinny"
   shape, dtype = leaves[0].shape, leaves[0].dtype
-  stored_as_is = kind != "kernel" or (config.kernels == "xla" and not is_int8)
+  stored_as_is = kind != "kernel" or (config.kernels == "xla" and not is_quantized)
   if len(leaves) == 1 and columns is None and stored_as_is:
     return {name: _Array(shape, dtype, leaves[0].read)}
   width = sum(leaf.shape[-1] for leaf in leaves) if columns is None else len(columns)
   shape = (*shape[:-1], width)
   dtype = dtype if {leaf.dtype for leaf in leaves} == {dtype} else np.dtype(np.float32)
-  is_transposed = config.kernels == "gpu" and gpu.is_transposed(shape)
+  is_transposed = config.kernels == "gpu" and gpu.is_transposed(shape, config.weights)
   num_scales = -(-width // skinny.PANEL) * skinny.PANEL if is_packed else width
 
   def whole() -> np.ndarray:
@@ -222,23 +222,28 @@ def _arrays(
     return values if columns is None else values[..., columns]
 
   def matrix() -> np.ndarray:
-    values = quantize(whole())[0] if is_int8 else whole()
+    values = quantize(whole(), config.weights)[0] if is_quantized else whole()
     if is_transposed:
       return values.T
     return skinny.pack(values, config.in_pairs) if is_packed else values
 
   def scales() -> np.ndarray:
-    return np.pad(column_scales(whole()), (0, num_scales - width), constant_values=1)
+    values = column_scales(whole(), config.weights)
+    if is_transposed:
+      return values.T
+    return np.pad(values, (0, num_scales - width), constant_values=1) if is_packed else values
 
   if kind != "kernel":
     return {name: _Array(shape, dtype, lambda index: whole()[index])}
+  scale_shape = *num_groups(config.weights, shape[0]), num_scales
   if is_packed:
-    shape = skinny.packed_shape(shape[0], width, config.in_pairs, is_int8)
+    shape = skinny.packed_shape(shape[0], width, config.in_pairs, is_quantized)
   if is_transposed:
-    shape = width, shape[0]
-  arrays = {name: _Array(shape, np.dtype(np.int8) if is_int8 else dtype, lambda i: matrix()[i])}
-  if is_int8:
-    arrays[f"{name}_scale"] = _Array((num_scales,), np.dtype(np.float32), lambda i: scales()[i])
+    shape, scale_shape = (width, shape[0]), scale_shape[::-1]
+  dtype = jnp.dtype(config.weights) if is_quantized else dtype
+  arrays = {name: _Array(shape, dtype, lambda i: matrix()[i])}
+  if is_quantized:
+    arrays[f"{name}_scale"] = _Array(scale_shape, np.dtype(np.float32), lambda i: scales()[i])
   if columns is not None:
     arrays[f"{path}/output_tokens"] = _Array(columns.shape, columns.dtype, columns.__getitem__)
   return arrays

@@ -6,6 +6,7 @@ import pathlib
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 from specdec_jax.errors import InputError
 
@@ -19,9 +20,14 @@ def require_memory(what: str, arrays: Any, advice: str = "ask for less") -> None
   `arrays` is a pytree of arrays, which may be traced, or of `jax.ShapeDtypeStruct`.
   """
   types = [*map(jax.typeof, jax.tree.leaves(arrays))]
-  num_bytes = sum(x.size * x.dtype.itemsize for x in types)
+  total = sum(map(num_bytes, types))
   mesh = next((x.sharding.mesh for x in types if not x.sharding.mesh.empty), None)
-  _require(what, num_bytes, _device_memory(mesh), advice)
+  _require(what, total, _device_memory(mesh), advice)
+
+
+def num_bytes(x: Any) -> int:
+  """Return the bytes of an array, or of an array of this type, on a device: XLA packs int4."""
+  return x.size * x.dtype.itemsize // (2 if x.dtype == jnp.int4 else 1)
 
 
 def require_host_memory(what: str, num_bytes: int) -> None:

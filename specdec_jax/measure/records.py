@@ -32,7 +32,7 @@ class Models:
   target_path: str | None = None  # paths of checkpoints, or names on the Hugging Face Hub
   draft_path: str | None = None
   dtype: str  # of the activations
-  kernels: str = "xla"  # "gpu" or "skinny" (`models.kernels`); "+bfloat16" and "+int8" are weights
+  kernels: str = "xla"  # "gpu" or "skinny" (`models.kernels`); "+bfloat16" and so on: weights
   simulated: bool = False  # whether acceptance is simulated
 
 

@@ -15,6 +15,7 @@ from jax import Array, lax
 from jax.extend.core import Jaxpr, Literal, jaxprs_in_params
 
 from specdec_jax.core.decode import Decoder, DecodeState, NullDraft
+from specdec_jax.core.memory import num_bytes
 from specdec_jax.core.sampling import Sampling
 from specdec_jax.core.trees import chain
 from specdec_jax.core.types import Draft
@@ -138,7 +139,7 @@ def _reads(jaxpr: Jaxpr) -> tuple[dict, int]:
 
 
 def _nbytes(var) -> int:
-  return math.prod(var.aval.shape) * var.aval.dtype.itemsize
+  return num_bytes(var.aval)
 
 
 def operations_ratio(pair: Pair, prompt: Array, sampling: Sampling) -> float:

@@ -25,6 +25,7 @@ from specdec_jax.core.counts import (
 )
 from specdec_jax.core.decode import Decoder, NullDraft
 from specdec_jax.core.loading import DecodeSettings
+from specdec_jax.core.memory import num_bytes
 from specdec_jax.core.sampling import Sampling, row_keys
 from specdec_jax.core.trees import chain
 from specdec_jax.core.types import DecodeResult, Draft, Params
@@ -280,7 +281,7 @@ def _records(
         unaccounted_ms=1e3 * (round_s - (gamma * costs.draft_step + costs.verify + costs.accept)),
         round_ms=1e3 * round_s,
         verify_cost=costs.v,
-        draft_mb=1e-6 * sum(x.nbytes for x in draft_arrays),
+        draft_mb=1e-6 * sum(map(num_bytes, draft_arrays)),
         memory_gb_per_s=1e-9 * bandwidth,
         target_step_mb=1e-6 * read.target_step,
         draft_step_mb=1e-6 * read.draft_step,

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 
 from specdec_jax.errors import InputError, require_number
 
-Weights = Literal["float", "int8"]
+Weights = Literal["float", "int8", "int4"]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -52,8 +52,8 @@ class TransformerConfig:
       `kernels.gpu`, with which XLA compiles fewer kernels. With 'skinny', the matrices of linear
       layers are packed in panels (`skinny.pack`), and may be bfloat16; with 'gpu', they are
       transposed.
-    weights: 'float'; or 'int8' if the matrices of linear layers are int8, each with a scale per
-      output column (`quantization.quantize`).
+    weights: 'float'; or 'int8' or 'int4' if the matrices of linear layers are quantized
+      (`quantization.quantize`). int4 needs other kernels than 'skinny'.
     dtype: float32 or bfloat16. It is the dtype of matmuls, except that 'xla' computes logits in
       float32. It is also the dtype of activations, unless `kernels` is 'skinny'.
     eos_id: id of EOS, the token that ends a text.

@@ -4,6 +4,7 @@ Axis letters are those of `core.types`; in queries, keys and values, D is the si
 """
 
 import functools
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -16,6 +17,7 @@ from jaxtyping import Bool, Float, Int
 from specdec_jax.models.config import TransformerConfig
 from specdec_jax.models.kernels import gpu, skinny
 from specdec_jax.models.kernels.gpu import Normed
+from specdec_jax.models.quantization import num_groups
 
 Rotation = tuple[Array, Array]  # cosine and sine, each [B, 1, K, D / 2]
 
@@ -49,6 +51,23 @@ def matmul(x: Float[Array, "*batch E"], kernel: Float[Array, "E F"]) -> Float[Ar
   return (x.reshape(-1, x.shape[-1]) @ kernel).reshape(*x.shape[:-1], kernel.shape[-1])
 
 
+def grouped_matmul(
+  x: Float[Array, "*batch E"], kernel: Int[Array, "E F"], scales: Float[Array, "G F"], dtype: Any
+) -> Float[Array, "*batch F"]:
+  """Multiply `x` by an int4 matrix; each group of its rows has scales of its own.
+
+  XLA for TPUs reads the int4 values, but would first convert the matrix to float32 if `x` had a
+  single row, which is therefore computed twice.
+  """
+  *batch, depth = x.shape
+  rows = x.reshape(-1, len(scales), depth // len(scales)).astype(dtype)
+  rows = jnp.broadcast_to(rows, (2, *rows.shape[1:])) if len(rows) == 1 else rows
+  groups = kernel.astype(dtype).reshape(*rows.shape[1:], -1)
+  products = jnp.einsum("rgi,gif->grf", rows, groups, preferred_element_type=jnp.float32)
+  sums = (products * scales[:, None]).sum(axis=0)
+  return sums[: math.prod(batch)].astype(dtype).reshape(*batch, -1)
+
+
 class Dense(nn.Module):
   """Linear layer, with a bias if the model has biases.
 
@@ -79,28 +98,31 @@ class Dense(nn.Module):
   ) -> Float[Array, "*batch F"]:
     *rows, depth = (x.x if isinstance(x, Normed) else x).shape
     dtype = self.dtype or self.config.dtype
+    groups = num_groups(self.config.weights, depth)
     if self.config.kernels == "gpu":
       shape = (self.features, depth)
-      shape = shape if gpu.is_transposed(shape) else shape[::-1]
-      kernel, scale = self._kernel_and_scale(shape, self.features)
+      shape = shape if gpu.is_transposed(shape, self.config.weights) else shape[::-1]
+      kernel, scale = self._kernel_and_scale(shape, (self.features, *groups))
       return gpu.matmul(x, kernel, scale, dtype, residual)
     assert not isinstance(x, Normed)
     if self.config.kernels == "skinny":
       cfg = self.config
       shape = skinny.packed_shape(depth, self.features, cfg.in_pairs, cfg.weights == "int8")
-      panels, scale = self._kernel_and_scale(shape, shape[0] * skinny.PANEL)
+      panels, scale = self._kernel_and_scale(shape, (shape[0] * skinny.PANEL,))
       product = skinny.matmul(x.reshape(-1, depth), panels, scale)
       return product[:, : self.features].reshape(*rows, self.features)
-    kernel, scale = self._kernel_and_scale((depth, self.features), self.features)
+    kernel, scale = self._kernel_and_scale((depth, self.features), (*groups, self.features))
+    if groups:
+      return grouped_matmul(x, kernel, scale, dtype)
     product = matmul(x.astype(dtype), kernel.astype(dtype))
     return product if scale is None else product * scale.astype(dtype)
 
-  def _kernel_and_scale(self, shape: tuple[int, ...], num_scales: int) -> tuple[Any, Any]:
-    """Return the matrix; and, if it is int8, the scale of each of its columns."""
+  def _kernel_and_scale(self, shape: tuple[int, ...], scales: tuple[int, ...]) -> tuple[Any, Any]:
+    """Return the matrix; and, if it is quantized, its scales, whose shape is given."""
     if self.config.weights == "float":
       return self.param("kernel", self.kernel_init, shape), None
-    kernel = self.param("kernel", nn.initializers.zeros, shape, jnp.int8)
-    return kernel, self.param("kernel_scale", nn.initializers.ones, (num_scales,), jnp.float32)
+    kernel = self.param("kernel", nn.initializers.zeros, shape, jnp.dtype(self.config.weights))
+    return kernel, self.param("kernel_scale", nn.initializers.ones, scales, jnp.float32)
 
 
 class Logits(Dense):

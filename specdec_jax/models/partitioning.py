@@ -216,7 +216,7 @@ def _shardings(
     names = _names(path)
     axes = next((axes_of[name] for name in reversed(names) if name in axes_of), ())
     if names[-1] in ("bias", "kernel_scale"):
-      axes = axes[-1:]
+      axes = (None,) * (len(leaf.shape) - 1) + axes[-1:]
     heads = num_heads(names) if num_heads else None
     spec = []
     for axis, size in zip(axes, leaf.shape):

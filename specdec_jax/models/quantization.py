@@ -1,40 +1,60 @@
-"""Quantization of weight matrices to int8: symmetric, with a scale per output column."""
+"""Quantization of weight matrices: symmetric, to int8 or int4.
 
+An int8 column has one scale. In int4, each group of 128 entries of a column has its own.
+"""
+
+import math
 from typing import Any
 
+import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Float, Int8
+from jaxtyping import Float, Shaped
 
-MAX_INT8 = 127
+LARGEST = {"int8": 127, "int4": 7}
+GROUP = 128
+
+
+def num_groups(weights: str, depth: int) -> tuple[int, ...]:
+  """Return the axes of scales before that of columns: none for int8, the groups for int4."""
+  return (depth // math.gcd(depth, GROUP),) if weights == "int4" else ()
 
 
 def quantize(
-  kernel: Float[np.ndarray, "E F"],
-) -> tuple[Int8[np.ndarray, "E F"], Float[np.ndarray, " F"]]:
-  """Return the int8 matrix and the float32 scales whose product is closest to `kernel`.
+  kernel: Float[np.ndarray, "E F"], weights: str = "int8"
+) -> tuple[Shaped[np.ndarray, "E F"], Float[np.ndarray, "*groups F"]]:
+  """Return the int8 or int4 matrix and the float32 scales whose product is closest to `kernel`.
 
-  The largest absolute value of a column is 127 times its scale, so that each value changes by at
-  most half a scale. Columns of zeros have scale 1.
+  The largest absolute value of a column or group is 127 or 7 times its scale, so that each value
+  changes by at most half a scale. Columns and groups of zeros have scale 1.
   """
-  scale = column_scales(kernel)
-  return np.rint(np.asarray(kernel, np.float32) / scale).astype(np.int8), scale
+  scales = column_scales(kernel, weights)
+  values = np.rint(_grouped(kernel, weights) / scales[..., None, :])
+  return values.reshape(kernel.shape).astype(jnp.dtype(weights)), scales
 
 
-def column_scales(kernel: Float[np.ndarray, "E F"]) -> Float[np.ndarray, " F"]:
+def column_scales(
+  kernel: Float[np.ndarray, "E F"], weights: str = "int8"
+) -> Float[np.ndarray, "*groups F"]:
   """Return the scales of the columns of a matrix; see `quantize`."""
-  largest = np.abs(np.asarray(kernel, np.float32)).max(axis=0)
+  largest = np.abs(_grouped(kernel, weights)).max(axis=-2)
   if not np.isfinite(largest).all():
-    raise ValueError("int8 cannot represent NaN or infinity, and it has them")
-  return np.where(largest > 0, largest / np.float32(MAX_INT8), np.float32(1)).astype(np.float32)
+    raise ValueError(f"{weights} cannot represent NaN or infinity, and it has them")
+  unit = np.float32(LARGEST[weights])
+  return np.where(largest > 0, largest / unit, np.float32(1)).astype(np.float32)
+
+
+def _grouped(kernel: Float[np.ndarray, "E F"], weights: str) -> np.ndarray:
+  depth, width = kernel.shape
+  return np.asarray(kernel, np.float32).reshape(*num_groups(weights, depth), -1, width)
 
 
 def param_dtype(path: tuple[Any, ...], array: Any, config: Any) -> Any:
   """Return the dtype of a parameter in memory.
 
-  It is `config.dtype`, except for int8 matrices, their float32 scales and token ids. Token
+  It is `config.dtype`, except for quantized matrices, their float32 scales and token ids. Token
   embeddings have the dtype of activations: XLA for CPUs cannot look up rows of a bfloat16 table,
   and would convert the whole table to float32 for each text.
   """
-  if np.issubdtype(array.dtype, np.integer) or path[-1].key == "kernel_scale":
+  if jnp.issubdtype(array.dtype, jnp.integer) or path[-1].key == "kernel_scale":
     return array.dtype
   return config.activations if path[-1].key == "embedding" else config.dtype

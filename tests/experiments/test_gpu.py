@@ -14,7 +14,7 @@ import pytest
 from experiments.gpu.kernels import H100, Kernel, Model, array_bytes, fitted, kernels
 
 FOLDER = pathlib.Path(__file__).parents[2] / "experiments/gpu"
-COMPILED = FOLDER / "compiled.jsonl"
+COMPILED, COMPILED_GPU = FOLDER / "compiled.jsonl", FOLDER / "compiled_gpu.jsonl"
 
 # A product of a row and a matrix; a loop of four steps with a write to a cache, and a branch.
 PROGRAM = """
@@ -147,9 +147,11 @@ def test_model_of_the_records_predicts_the_measured_batches_within_a_tenth():
 def test_records_have_all_settings():
   from experiments.gpu import predict
 
-  before = COMPILED.read_text()
-  predict.compile_missing(predict.SETTINGS, COMPILED)  # compiles nothing
-  assert COMPILED.read_text() == before
+  files = {COMPILED: predict.SETTINGS, COMPILED_GPU: [*predict.SETTINGS, *predict.FORMATS]}
+  for path, settings in files.items():
+    before = path.read_text()
+    predict.compile_missing(settings, path)  # compiles nothing
+    assert path.read_text() == before
 
 
 def test_programs_compile_for_an_h100_without_one():
@@ -176,7 +178,7 @@ def test_programs_compile_for_an_h100_without_one():
 def test_script_measures_each_setting_once(tmp_path):
   sizes = "--target=tiny", "--draft=tiny", "--num_texts=2", "--max_new_tokens=6"
   run = [sys.executable, "-m", "experiments.gpu.measure", str(tmp_path), *sizes]
-  parts = "xla", "identity", "int8"
+  parts = "xla", "identity", "int8", "int4"
   env = os.environ | {"JAX_PLATFORMS": "cpu"}
 
   def printed(*options):
@@ -193,6 +195,7 @@ def test_script_measures_each_setting_once(tmp_path):
     *["xla"] * 2,
     *["identity"] * 2,
     *["int8"] * 2,
+    *["int4"] * 2,
   ]
   for line in found:
     if line["part"] == "identity":

@@ -9,6 +9,7 @@ adjacent. Large ones are not: on an H100, XLA reads a large matrix faster as [E,
 """
 
 import math
+import operator
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
@@ -32,9 +33,9 @@ class Normed(NamedTuple):
   scale: Float[Array, " E"]
 
 
-def is_transposed(shape: tuple[int, ...]) -> bool:
+def is_transposed(shape: tuple[int, ...], weights: str = "float") -> bool:
   """Return whether a matrix of a shape, or of its transpose, is stored as [F, E]."""
-  return math.prod(shape) < REDUCED
+  return math.prod(shape) < REDUCED or weights == "int4"
 
 
 def inverse_rms(mean_square: Float[Array, "*shape"]) -> Float[Array, "*shape"]:
@@ -45,51 +46,68 @@ def inverse_rms(mean_square: Float[Array, "*shape"]) -> Float[Array, "*shape"]:
 def matmul(
   x: Float[Array, "*batch E"] | Normed,
   kernel: Shaped[Array, "rows columns"],
-  scales: Float[Array, " F"] | None,
+  scales: Float[Array, "F ..."] | None,
   dtype: Any,
   residual: Float[Array, "*batch F"] | None = None,
 ) -> Float[Array, "*batch F"]:
-  """Return x times a matrix, times the scales of int8 columns, plus a residual connection.
+  """Return x times a matrix, times the scales of int8 or int4 columns, plus a residual connection.
 
   The matrix is [F, E] if `is_transposed`, otherwise [E, F]. The result has the given dtype, or that
-  of `residual`.
+  of `residual`. XLA reads an int4 matrix with scales of groups as it is in reductions only, and
+  otherwise converts it first.
   """
   x, norm_scale = x if isinstance(x, Normed) else (x, None)
   *rows, depth = x.shape
   dtype_of_result = dtype if residual is None else residual.dtype
-  transposed = is_transposed(kernel.shape)
+  is_int4, transposed = kernel.dtype == jnp.int4, is_transposed(kernel.shape, kernel.dtype.name)
   if x.size == depth and transposed:
     product = _reduced(x, norm_scale, kernel, scales, residual)
     return product.astype(dtype_of_result).reshape(*rows, -1)
-  factor: Any = 1 if scales is None else scales
+  factor: Any = 1 if scales is None or is_int4 else scales
   if norm_scale is not None:
     x = x.astype(jnp.float32)
     factor = factor * inverse_rms(jnp.mean(jnp.square(x), axis=-1, keepdims=True))
     x = x * norm_scale
-  x, matrix = x.astype(dtype), kernel.T if transposed else kernel
-  product = jnp.matmul(x, matrix.astype(dtype), preferred_element_type=jnp.float32)
+  if is_int4:
+    kernel = _scaled(kernel, scales)
+  if is_int4 and x.size <= MAX_REDUCED_ROWS * depth:
+    terms = tuple(kernel * row for row in x.astype(jnp.float32).reshape(-1, depth))
+    sums = lax.reduce(terms, (jnp.float32(0),) * len(terms), _add, (1,))
+    product = jnp.stack(sums).reshape(*rows, -1)
+  else:
+    x, matrix = x.astype(dtype), kernel.T if transposed else kernel
+    product = jnp.matmul(x, matrix.astype(dtype), preferred_element_type=jnp.float32)
   product = (product * factor).astype(dtype_of_result)
   return product if residual is None else residual + product
+
+
+def _add(a: Any, b: Any) -> Any:
+  return tuple(map(operator.add, a, b))
+
+
+def _scaled(
+  kernel: Shaped[Array, "F E"], scales: Float[Array, "F ..."] | None
+) -> Float[Array, "F E"]:
+  """Return a matrix in float32, multiplied by the scales of its rows or of groups in them."""
+  kernel = kernel.astype(jnp.float32)
+  if scales is None:
+    return kernel
+  scales = scales.reshape(len(scales), -1, 1)
+  return (kernel.reshape(*scales.shape[:2], -1) * scales).reshape(kernel.shape)
 
 
 def _reduced(
   x: Float[Array, "*ones E"],
   norm_scale: Float[Array, " E"] | None,
   kernel: Shaped[Array, "F E"],
-  scales: Float[Array, " F"] | None,
+  scales: Float[Array, "F ..."] | None,
   residual: Float[Array, "*ones F"] | None,
 ) -> Float[Array, " F"]:
   """Return the float32 result of `matmul` for one row, computed by one reduction."""
-  x, kernel = x.reshape(-1).astype(jnp.float32), kernel.astype(jnp.float32)
-  if scales is not None:
-    kernel = kernel * scales[:, None]
+  x, kernel = x.reshape(-1).astype(jnp.float32), _scaled(kernel, scales)
   if norm_scale is not None:
-
-    def add(a: Any, b: Any) -> Any:
-      return a[0] + b[0], a[1] + b[1]
-
     terms = kernel * (x * norm_scale), jnp.broadcast_to(x * x, kernel.shape)
-    product, squares = lax.reduce(terms, (jnp.float32(0), jnp.float32(0)), add, (1,))
+    product, squares = lax.reduce(terms, (jnp.float32(0), jnp.float32(0)), _add, (1,))
     return product * inverse_rms(squares / len(x))
   terms = kernel * x
   if residual is not None:
