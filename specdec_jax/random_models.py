@@ -154,7 +154,7 @@ def random_model(
     elif len(shape) == 1:
       array = jnp.ones(shape, dtype)
     else:
-      depth = shape[-1 if config.kernels == "gpu" and gpu.is_transposed(shape) else -2]
+      depth = shape[-1 if config.kernels == "gpu" and gpu.is_transposed(shape, weights) else -2]
       array = jax.random.normal(key, shape, dtype) * depth**-0.5
     return array if place is None else jax.lax.with_sharding_constraint(array, place)
 
