@@ -15,20 +15,19 @@ import pathlib
 from collections.abc import Sequence
 from typing import Any
 
-from safetensors.torch import save_file
+from safetensors.numpy import save_file
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, processors
 
-from specdec_jax.checkpoints.load import open_checkpoint
 from specdec_jax.commands.train import train_speculator
 from specdec_jax.core.loading import DecodeSettings
 from specdec_jax.core.sampling import Sampling
 from specdec_jax.drafts.backoff import backoff_ngrams
-from specdec_jax.drafts.composed import LoadsDraft, prompt_lookup_or_ngrams
+from specdec_jax.drafts.composed import LoadsDraft, forest_draft, prompt_lookup_or_ngrams
 from specdec_jax.drafts.heads import new_head
 from specdec_jax.drafts.layer_skip import layer_skip
 from specdec_jax.drafts.prompt_lookup import prompt_lookup
 from specdec_jax.drafts.retrieval import retrieval
-from specdec_jax.load import load_pair, speculator
+from specdec_jax.load import cache_programs, load_pair, speculator
 from specdec_jax.measure.speed import speed_steps
 from specdec_jax.measure.sweep import sweep
 from specdec_jax.measure.tables import speed_table
@@ -83,7 +82,7 @@ def write_checkpoint(handler: Any, folder: pathlib.Path) -> None:
   for name, array in handler.model.state_dict().items():
     for old, new in RENAMED.items():
       name = name.replace(old, new)
-    arrays[name] = array
+    arrays[name] = array.numpy()
   ids = handler.SRC.vocab.stoi
   sizes = dict(vocab_size=len(ids), d_model=arrays["lm_head.weight"].shape[1])
   sizes["max_position_embeddings"] = len(arrays["decoder.embed_positions.weight"])
@@ -123,19 +122,23 @@ def package_outputs(handler: Any, molecules: Sequence[str]) -> list[str]:
 def write_outputs(pair: Pair, molecules: Sequence[str], folder: pathlib.Path) -> None:
   """Write analogues that ANNalog samples for molecules, and its greedy output for each of them.
 
-  Two rounds of samples are analogues of analogues, as in `annalog-generate --loops 2`.
+  The first 8 molecules are left out, to validate the head. Samples of the second round are
+  analogues of analogues.
   """
   settings: dict[str, Any] = dict(gamma=0, batch_size=32, max_new_tokens=MAX_NEW_TOKENS)
-  sources = [*molecules]
+  sources = [*molecules[8:]]
   for count in (8, 2):
     found = pair.generate(sources, temperature=1.0, num_return_sequences=count, **settings)
     new = dict.fromkeys([*sources, *map(str, found)])
     sources = [text for text in new if text and pair.cut(text) is None]
   outputs = map(str, pair.generate(sources, **settings))
   folder.mkdir(parents=True, exist_ok=True)
-  for name, lines in ("source", sources), ("target", outputs):
-    (folder / f"train.{name}").write_text("\n".join(lines) + "\n")
-  (folder / "valid.source").write_text("\n".join(molecules) + "\n")
+  for name, lines in (
+    ("valid.source", molecules[:8]),
+    ("train.source", sources),
+    ("train.target", outputs),
+  ):
+    (folder / name).write_text("\n".join(lines) + "\n")
 
 
 def train_head(target: pathlib.Path, data: pathlib.Path, output: pathlib.Path) -> None:
@@ -148,9 +151,7 @@ def train_head(target: pathlib.Path, data: pathlib.Path, output: pathlib.Path) -
     head=functools.partial(
       new_head, kind="parallel", gamma=max(GAMMAS), emb_dim=128, mlp_dim=256, num_decoder_layers=1
     ),
-    settings=TrainSettings(
-      epochs=4, tokens_per_batch=1024, warmup_steps=50, label_smoothing=0.0
-    ),
+    settings=TrainSettings(epochs=4, tokens_per_batch=1024, warmup_steps=50, label_smoothing=0.0),
     vocabulary=str(target / "tokenizer.json"),
     target=str(target),
     output=str(output),
@@ -163,12 +164,13 @@ def main() -> None:
   parser.add_argument("--output", default="runs/molecules", help="folder to write")
   output = pathlib.Path(parser.parse_args().output)
   target, head, data = (output / name for name in ("annalog", "head", "data"))
+  cache_programs()
   handler = open_annalog()
   write_checkpoint(handler, target)
   pair = load_pair(str(target), prompt_lookup, task="molecules")
   drugs = [line.split()[0] for line in DRUGS.read_text().splitlines()]
   measured, others = drugs[::3], [drug for i, drug in enumerate(drugs) if i % 3]
-  if not (data / "valid.source").exists():
+  if not (data / "train.target").exists():
     write_outputs(pair, others, data)
   if not (head / "params.msgpack").exists():
     train_head(target, data, head)
@@ -178,8 +180,11 @@ def main() -> None:
     functools.partial(backoff_ngrams, path=path),
     functools.partial(retrieval, path=path),
     functools.partial(prompt_lookup_or_ngrams, path=path),
+    functools.partial(
+      forest_draft, drafts=[prompt_lookup, functools.partial(retrieval, path=path)]
+    ),
     functools.partial(speculator, path=str(head)),
-    functools.partial(layer_skip, layers=(0,)),
+    functools.partial(layer_skip, layers=(0, 1)),
   ]
   settings = [DecodeSettings(Sampling(0.0), 1, MAX_NEW_TOKENS)]
   expected = package_outputs(handler, measured)
@@ -193,6 +198,7 @@ def main() -> None:
         measured,
         settings,
         GAMMAS,
+        repeats=3,
         references=expected,
         metric="exact match",
       )
