@@ -3,10 +3,23 @@
 import pathlib
 
 import pytest
+from test_docs import blocks
 
 from experiments.molecules import molecules
 from specdec_jax.drafts.prompt_lookup import prompt_lookup
 from specdec_jax.load import load_pair
+
+ROOT = pathlib.Path(__file__).resolve().parents[2]
+
+
+def test_guide_of_small_models(tmp_path, monkeypatch, capsys):
+  pytest.importorskip("annalog", reason="the extra molecules is not installed")
+  monkeypatch.chdir(tmp_path)
+  (guide,) = (x for x in blocks(ROOT / "docs" / "checkpoints.md") if "molecules" in x)
+  exec(guide, {})
+  lines = capsys.readouterr().out.splitlines()
+  lengths = [float(line.split()[-5]) for line in lines]
+  assert len(lengths) == 3 and min(lengths) > 2
 
 
 def test_first_outputs_are_those_of_the_package(tmp_path):
