@@ -27,8 +27,7 @@ def test_first_outputs_are_those_of_the_package(tmp_path):
   handler = molecules.open_annalog()
   molecules.write_checkpoint(handler, tmp_path)
   pair = load_pair(str(tmp_path), prompt_lookup)
-  lines = pathlib.Path(molecules.DRUGS).read_text().splitlines()
-  drugs = [line.split()[0] for line in lines]
+  drugs = [line.split()[0] for line in molecules.DRUGS.read_text().splitlines()]
   for drug in [*drugs, "Brc1[nH]c(Cl)c%11", "C[Ti]C"]:  # titanium is <unk>
     tokens = ["<sos>", *handler.SRC.tokenize(drug), "<eos>"]
     assert pair.vocabulary.encode(drug) == [handler.SRC.vocab.lookup(token) for token in tokens]
