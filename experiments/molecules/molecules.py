@@ -83,7 +83,7 @@ def write_checkpoint(handler: Any, folder: pathlib.Path) -> None:
     for old, new in RENAMED.items():
       name = name.replace(old, new)
     arrays[name] = array.numpy()
-  ids = handler.SRC.vocab.stoi
+  ids = {token: i for i, token in enumerate(handler.SRC.vocab.itos)}
   sizes = dict(vocab_size=len(ids), d_model=arrays["lm_head.weight"].shape[1])
   sizes["max_position_embeddings"] = len(arrays["decoder.embed_positions.weight"])
   for stack in ("encoder", "decoder"):
@@ -95,7 +95,7 @@ def write_checkpoint(handler: Any, folder: pathlib.Path) -> None:
   (folder / "config.json").write_text(json.dumps(CONFIG | sizes | special, indent=2))
   save_file(arrays, folder / "model.safetensors")
 
-  tokenizer = Tokenizer(models.WordLevel({**ids}, unk_token="<unk>"))
+  tokenizer = Tokenizer(models.WordLevel(ids, unk_token="<unk>"))
   tokens = Regex(r"\[[^\]]*\]|%\d{2}|Br|Cl|.")  # as SMILESTokenizer of ANNalog
   tokenizer.pre_tokenizer = pre_tokenizers.Split(tokens, "isolated")
   tokenizer.post_processor = processors.TemplateProcessing(
