@@ -411,7 +411,7 @@ def test_residual_labels_are_what_another_draft_leaves_of_the_teachers_distribut
   text = dataclasses.replace(
     text, teacher=teacher_topk(CONFIG, params, text, k=12, tokens_per_batch=32)
   )
-  residual = residual_labels(CONFIG, other, text, tokens_per_batch=32)
+  residual = residual_labels([(CONFIG, other)], text, tokens_per_batch=32)
   batch = batch_of(text.targets, length=8)
   inputs = np.pad(batch.targets[:, :-1], ((0, 0), (1, 0)))
   logits = tiny.teacher_forced(CONFIG)(other, padded(text.sources, 8), inputs)
