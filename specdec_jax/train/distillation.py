@@ -190,7 +190,7 @@ def residual_labels(
   modules = [module_of(config) for config, _ in drafts]
 
   def residual(params: Any, batch: Batch) -> Array:
-    labels, mass = batch.weights, jnp.ones(())
+    labels, mass = jnp.asarray(batch.weights), jnp.ones(())
     for draft, draft_params in zip(modules, params):
       q = jax.nn.softmax(teacher_forced(draft, draft_params, batch))
       q_labels = jnp.take_along_axis(q, batch.labels, axis=-1)
