@@ -27,6 +27,8 @@ from specdec_jax.core.verify.blocks import BlockVerifier
 from specdec_jax.core.verify.k_seq import KSeqVerifier
 from specdec_jax.core.verify.lossy import TopBetaVerifier, TypicalVerifier
 from specdec_jax.core.verify.merging import MergingVerifier
+from specdec_jax.core.verify.paths import PathsVerifier
+from specdec_jax.core.verify.rejection import RejectionVerifier
 from specdec_jax.core.verify.tokens import TokenVerifier
 from specdec_jax.data.vocabulary import Vocabulary
 from specdec_jax.drafts import dynamic as drafts_dynamic
@@ -372,6 +374,9 @@ CASES = {
   "T5Gemma, dynamic": (t5gemma, dynamic, DynamicTree(6, 3), TokenVerifier),
   "T5Gemma, conditioned": (t5gemma, learned("conditioned"), RAGGED, TokenVerifier),
   "k-seq": (t5, independent, branching(2, 2), KSeqVerifier),
+  "paths": (t5, near, RAGGED, PathsVerifier),
+  "paths, GPT": (gpt, model, RAGGED, PathsVerifier),
+  "rejection": (t5, independent, branching(2, 2), RejectionVerifier),
   "greedy siblings": (t5, greedy, RAGGED, TokenVerifier),
   "typical": (t5, model, RAGGED, TypicalVerifier),
   "top-beta": (gpt, model, chain(2), TopBetaVerifier),
@@ -411,6 +416,7 @@ SAMPLED = [
     for case, method in [
       ("dynamic", "temperature 1"),
       ("greedy siblings", "temperature 1"),
+      ("rejection", "top-k"),
       ("drafts joined", "top-k"),
       ("cascade", "temperature 1"),
       ("T5Gemma", "temperature 1"),
@@ -532,6 +538,9 @@ SAME_STATE = {
   "tree",
   "tree, blocks",
   "k-seq",
+  "paths",
+  "paths, GPT",
+  "rejection",
   "typical",
   "top-beta",
 }
@@ -581,6 +590,15 @@ def test_each_text_is_decoded_in_any_slot_as_in_a_batch(case):
     for of_slot, of_batch in zip(*map(jax.tree.leaves, (result.rounds, whole.rounds)), strict=True):
       np.testing.assert_array_equal(of_slot[:ran, row], of_batch[:ran, text])
   assert sorted(seen) == [*range(6)]
+
+
+@pytest.mark.parametrize("of_paths, of_tree", [("paths", "tree"), ("paths, GPT", "tree, GPT")])
+@pytest.mark.parametrize("sampling", [GREEDY, RANDOM], ids=["greedy", "random"])
+def test_batch_of_paths_gives_the_rounds_of_the_tree(of_paths, of_tree, sampling):
+  paths, tree = (speculate(case, sampling) for case in (of_paths, of_tree))
+  same_rows(paths, tree, [*range(6)])
+  # A row other than the first one, which has nodes 1 and 3, was kept.
+  assert np.isin(paths.rounds.path, (2, 4)).any()
 
 
 @pytest.mark.parametrize("case", ["tree"])

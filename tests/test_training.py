@@ -406,23 +406,27 @@ def test_teacher_topk_are_the_most_probable_tokens():
       np.testing.assert_allclose(weights[position], want, rtol=1e-3, atol=1e-6)
 
 
-def test_residual_labels_are_what_another_draft_leaves_of_the_teachers_distribution():
-  params, other, text = initial_params(), tiny_pair.random_params(CONFIG, 1), copies()
-  text = dataclasses.replace(
-    text, teacher=teacher_topk(CONFIG, params, text, k=12, tokens_per_batch=32)
-  )
-  residual = residual_labels(CONFIG, other, text, tokens_per_batch=32)
+@pytest.mark.parametrize("count", [1, 2, 3])
+def test_residual_labels_are_what_other_drafts_leave_of_the_teachers_distribution(count):
+  """They are the residual distribution, times the probability that all drafts are rejected."""
+  params, text = initial_params(), copies()
+  others = [tiny_pair.random_params(CONFIG, seed) for seed in range(1, count + 1)]
+  teacher = teacher_topk(CONFIG, params, text, k=12, tokens_per_batch=32)
+  text = dataclasses.replace(text, teacher=teacher)
+  labels = residual_labels([(CONFIG, other) for other in others], text, tokens_per_batch=32)
   batch = batch_of(text.targets, length=8)
   inputs = np.pad(batch.targets[:, :-1], ((0, 0), (1, 0)))
-  logits = tiny.teacher_forced(CONFIG)(other, padded(text.sources, 8), inputs)
-  beta = []
-  rows = zip(text.teacher, residual.teacher, np.asarray(jax.nn.softmax(logits)), strict=True)
-  for (tokens, p), (same_tokens, weights), q in rows:
+  logits = [tiny.teacher_forced(CONFIG)(x, padded(text.sources, 8), inputs) for x in others]
+  qs = np.stack([*map(jax.nn.softmax, logits)], axis=1)  # [B, drafts, T, V]
+  for (tokens, p), (same_tokens, weights), q in zip(teacher, labels.teacher, qs, strict=True):
     np.testing.assert_array_equal(tokens, same_tokens)
-    of_tokens = np.take_along_axis(q[: len(tokens)], tokens, axis=1)
-    np.testing.assert_allclose(weights, np.maximum(p - of_tokens, 0), atol=1e-3)
-    beta.append(np.minimum(p, of_tokens).sum(axis=1) + weights.sum(axis=1))
-  np.testing.assert_allclose(np.concatenate(beta), 1, atol=5e-3)
+    residual, rejected = np.float64(p) / np.float64(p).sum(axis=1, keepdims=True), 1.0
+    for of_draft in q[:, : len(tokens)]:
+      difference = np.maximum(residual - np.take_along_axis(of_draft, tokens, axis=1), 0)
+      mass = difference.sum(axis=1, keepdims=True)
+      residual, rejected = difference / mass, rejected * mass
+    np.testing.assert_allclose(weights, rejected * residual, atol=2e-3)
+    assert weights.max() > 0.01
 
 
 @pytest.mark.filterwarnings("ignore:1 pairs have a source")

@@ -8,6 +8,7 @@ compute in float32. Nothing is sampled.
 import dataclasses
 import functools
 import itertools
+import types
 
 import jax
 import jax.numpy as jnp
@@ -15,10 +16,12 @@ import numpy as np
 import pytest
 import tiny
 
+from specdec_jax import theory
+from specdec_jax.core.arrays import gather_one
 from specdec_jax.core.sampling import Sampling
 from specdec_jax.core.trees import DynamicTree, Tree, branching, chain
 from specdec_jax.core.types import Proposal
-from specdec_jax.core.verify import blocks, k_seq, lossy, merging, tokens
+from specdec_jax.core.verify import blocks, k_seq, lossy, merging, rejection, tokens
 from specdec_jax.errors import InputError
 
 V = 3
@@ -138,6 +141,17 @@ def by_k_seq(tree, x, q, p):
   return by_tokens(tree, x, q, p, module=k_seq)
 
 
+def by_rejection(tree, x, q, p):
+  """Rejection sampling: the next token is sampled from p, without a residual."""
+  return by_tokens(tree, x, q, p, REJECTION)
+
+
+REJECTION = types.SimpleNamespace(
+  draft_token_probs=rejection.draft_token_probs,
+  residual_at=lambda tree, q, p, end: gather_one(p, end),
+)
+
+
 def block_residuals(tree, x, q, p, on_visit):
   """Return the residual [M, N, V] of block verification at each node."""
   residuals = [
@@ -240,7 +254,13 @@ DRAFT_TOKENS = {
   "deterministic": deterministic,
   "greedy": greedy,
 }
-VERIFIERS = {"tokens": by_tokens, "blocks": by_blocks, "k-seq": by_k_seq, "merging": by_merging}
+VERIFIERS = {
+  "tokens": by_tokens,
+  "blocks": by_blocks,
+  "k-seq": by_k_seq,
+  "merging": by_merging,
+  "rejection": by_rejection,
+}
 CHAINS = [name for name in TREES if name.startswith("chain")]
 
 
@@ -364,6 +384,18 @@ def test_merging_verification_skips_tokens_that_were_not_proposed():
     assert found.end.tolist() == [end] and found.is_tried.tolist() == [[False, True]]
 
 
+def test_rejection_sampling_accepts_a_token_within_k_tries_as_appendix_a2_says():
+  """The tries are independent, and each succeeds with probability min q / p."""
+  for seed, count in itertools.product(range(4), (1, 2, 3)):
+    p, q = tables(seed, 1), tables(seed + 100, 1)
+    _, length = emitted(
+      branching(count), p, enumerated(branching(count), q, independent), by_rejection
+    )
+    rate = theory.rejection_sampling_rate(p[0], q[0])
+    assert length - 1 == pytest.approx(1 - (1 - rate) ** count, abs=1e-5)
+    assert 0.01 < rate <= theory.beta(p[0], q[0])
+
+
 def test_siblings_without_replacement_are_accepted_more_often():
   """Siblings without replacement are compared with two independently sampled siblings."""
   tree = branching(2)
@@ -423,6 +455,28 @@ def first_failure(tree, x, q, p):
   return ends, block_residuals(tree, x, q, p, on_visit)
 
 
+def longest_of_rows(tree, x, q, p):
+  """Verify two chains of two tokens independently, and keep the longer one, or the first."""
+  by_row = []  # for each chain: where it ends [M, 3], and the next token there [M, 3, V]
+  for chain_of, at in (([0, 2], [0, 1, 3]), ([1, 3], [0, 2, 4])):
+    by_row.append(by_tokens(chain(2), x[:, chain_of], q[:, chain_of], p[:, at]))
+  (first, next_first), (second, next_second) = by_row
+  ends, follows = np.zeros((len(x), 5)), np.zeros((len(x), 5, V))
+  for m, n in itertools.product(range(3), range(3)):
+    node = (0, 2, 4)[n] if n > m else (0, 1, 3)[m]
+    prob = first[:, m] * second[:, n]
+    token = next_second[:, n] if n > m else next_first[:, m]
+    ends[:, node] += prob
+    token = np.float64(token)
+    follows[:, node] += prob[:, None] * token / token.sum(axis=-1, keepdims=True)
+  return ends, follows + 1e-12
+
+
+def no_residual(tree, x, q, p):
+  """Accept as token verification does, but sample the next token from p, as A.2 does."""
+  return by_tokens(tree, x, q, p)[0], p
+
+
 def residual_of_tokens(tree, x, q, p):
   """Verify blocks, but sample the next token from max(0, p - q)."""
   ends, _ = by_blocks(tree, x, q, p)
@@ -442,6 +496,8 @@ FAULTS = {
   "first failure": ("chain of 3", independent, first_failure),
   "residual of tokens": ("chain of 3", independent, residual_of_tokens),
   "q taken as 1": ("chain of 2", independent, q_taken_as_1),
+  "longest of independent rows": ("two chains", several_drafts, longest_of_rows),
+  "no residual": ("chain of 1", independent, no_residual),
   "k-seq without replacement": ("siblings", without_replacement, by_k_seq),
 }
 
@@ -449,7 +505,7 @@ FAULTS = {
 @pytest.mark.parametrize("fault", FAULTS)
 def test_faults_are_detected(fault):
   shape, way, verify = FAULTS[fault]
-  tree = {"two": branching(2), **TREES}[shape]
+  tree = {"two": branching(2), "two chains": Tree((0, 0, 1, 2)), **TREES}[shape]
   largest_error = 0.0
   for seed in range(4):
     p, q = tables(seed, tree.depth), tables(seed + 100, tree.depth)
@@ -492,7 +548,13 @@ def test_draft_token_that_was_not_proposed_is_never_accepted():
 
 
 @pytest.mark.parametrize(
-  "verifier", [tokens.TokenVerifier, blocks.BlockVerifier, k_seq.KSeqVerifier]
+  "verifier",
+  [
+    tokens.TokenVerifier,
+    blocks.BlockVerifier,
+    k_seq.KSeqVerifier,
+    rejection.RejectionVerifier,
+  ],
 )
 @pytest.mark.parametrize("tree", [chain(2), branching(2)], ids=["chain", "siblings"])
 def test_draft_token_of_target_probability_0_is_rejected_at_u_0(verifier, tree, monkeypatch):

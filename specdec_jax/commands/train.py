@@ -26,7 +26,7 @@ import dataclasses
 import functools
 import pathlib
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from specdec_jax.checkpoints.load import load_model, load_params, open_checkpoint
@@ -160,7 +160,7 @@ def train_draft(
   start: str | None = None,
   on_policy: bool = False,
   distillation_data: str | None = None,
-  after: str | None = None,
+  after: Sequence[str] = (),
 ) -> None:
   """Train a draft towards the target's distributions and save it.
 
@@ -179,9 +179,9 @@ def train_draft(
       learning rate, and its own folder in `work_dir`. By default the target samples the outputs,
       once.
     distillation_data: see the module; None with `on_policy`.
-    after: folder of another draft, whose tokens are tried first in a tree of both drafts
-      (`composed.forest_draft`). The draft is then trained where that draft is rejected
-      (`distillation.residual_labels`).
+    after: folders of other drafts, in the order in which their tokens are tried in a tree of all
+      drafts (`composed.forest_draft`), before those of the new draft. It is then trained where all
+      of them are rejected (`distillation.residual_labels`).
 
   Raises:
     InputError: `tail` or `after` is set and `divergence` is not 'forward_kl', `on_policy` is set
@@ -217,8 +217,8 @@ def train_draft(
       writer=(model_of(config), params) if on_policy else None,
     )
     if after:
-      draft, other_params = load_model(after)
-      text = residual_labels(draft, other_params, text, batch_sharding=teacher.batch_sharding)
+      drafts = [*map(load_model, after)]
+      text = residual_labels(drafts, text, batch_sharding=teacher.batch_sharding)
     params = train(objective, of_run, text, valid, folder, params)
   save_model(output, config, params, words.fingerprint(), "bfloat16")
 

@@ -200,7 +200,8 @@ class Decoder(Settings):
       log_probs = place_tokens(log_probs, new, state.length, num_emitted)
 
     # Commit: the target's cache keeps the accepted path.
-    cache = self.target.commit(cache, length - 1, tree, verification.path)
+    target = self.verifier.round_target(self.target)
+    cache = target.commit(cache, length - 1, tree, verification.path)
 
     # Observe: the draft receives the outcome, and rolls back its own cache.
     outcome = Outcome(proposal, logits, hidden, verification, num_emitted, length)
@@ -292,7 +293,8 @@ class Decoder(Settings):
     """Run the target over a block, cut to the `verify_lengths` that covers the longest proposal."""
     lengths = tree.verify_lengths
     if not lengths:
-      return self.target.extend(params, cache, block, tree)
+      target = self.verifier.round_target(self.target)
+      return target.extend(params, cache, block, tree)
 
     def extend_prefix(length: int, cache: Any):
       prefix = block[:, : length + 1]

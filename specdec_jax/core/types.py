@@ -328,6 +328,10 @@ class Verifier(Settings, abc.ABC):
   ) -> Verification:
     """Verify a proposal with the target's logits at the nodes of its tree."""
 
+  def round_target(self, target: Model) -> Model:
+    """Return the model whose `extend` and `commit` a round calls; by default the target itself."""
+    return target
+
   def with_lenience(self, lenience: float) -> "Verifier":
     """Return this verifier with a lenience (Appendix A.5); for lenience 1, return it unchanged.
 

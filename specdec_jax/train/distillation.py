@@ -4,7 +4,7 @@ import collections
 import dataclasses
 import functools
 import pathlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -170,26 +170,35 @@ def teacher_topk(
 
 
 def residual_labels(
-  config: Config,
-  params: Any,
+  drafts: Sequence[tuple[Config, Any]],
   text: ParallelText,
   tokens_per_batch: int = 1152,
   batch_sharding: Sharding | None = None,
 ) -> ParallelText:
-  """Return the text with labels max(0, p - q): what the target still needs after q is rejected.
+  """Return the text with labels for the target's tokens that other drafts leave to a further one.
 
-  p is the distribution of the teacher in `text`, and q that of another draft. The labels of a
-  position sum to about 1 - beta (Definition 3.1), so a draft that is trained on them learns most
-  where the other draft is rejected (boost-tuning, SpecInfer; Miao et al., 2024).
+  The labels r are at first p, the distribution of the teacher in `text`. Each of the given drafts,
+  in the order in which its tokens are tried, replaces r by max(0, r - s q), where q is its
+  distribution and s is the sum of r, at first 1. So r becomes the residual distribution, times the
+  probability that all of these drafts are rejected. A draft that is trained on r learns most where
+  that is likely (boost-tuning, SpecInfer; Miao et al., 2024).
+
+  Args:
+    drafts: configuration and parameters of each draft.
   """
   assert text.teacher is not None
-  draft = module_of(config)
+  modules = [module_of(config) for config, _ in drafts]
 
   def residual(params: Any, batch: Batch) -> Array:
-    q = jax.nn.softmax(teacher_forced(draft, params, batch))
-    return jnp.maximum(batch.weights - jnp.take_along_axis(q, batch.labels, axis=-1), 0)
+    labels, mass = jnp.asarray(batch.weights), jnp.ones(())
+    for draft, draft_params in zip(modules, params):
+      q = jax.nn.softmax(teacher_forced(draft, draft_params, batch))
+      q_labels = jnp.take_along_axis(q, batch.labels, axis=-1)
+      labels = jnp.maximum(labels - mass * q_labels, 0)
+      mass = labels.sum(axis=-1, keepdims=True)
+    return labels
 
-  teacher = list(text.teacher)
+  teacher, params = list(text.teacher), [draft_params for _, draft_params in drafts]
   for i, weights in _by_pair(residual, params, text, tokens_per_batch, batch_sharding):
     teacher[i] = teacher[i][0], weights[: len(teacher[i][0])].astype(np.float16)
   return dataclasses.replace(text, teacher=teacher)

@@ -62,6 +62,18 @@ def test_study_parses_with_files_of_models_tasks_and_drafts(paths):
   parse(*paths)
 
 
+@pytest.mark.parametrize(
+  "path", ["learned_drafts/train_divergence", "methods/train_boosted", "methods/train_on_policy"]
+)
+def test_training_a_draft_further_does_not_overwrite_it(path):
+  try:
+    run.parse_gin([f"experiments/{path}.gin"], [], [])
+    settings = gin.get_bindings("train.train_draft")
+    assert settings["output"] != settings["start"] == "runs/multi30k_ende/pair/draft"
+  finally:
+    gin.clear_config()
+
+
 @pytest.mark.parametrize("path", ["alpha", "beams", "gamma", "trees"])
 def test_studies_use_the_draft_of_the_existing_records(path):
   """The default draft of `load_pair` is that of the quickstart, not the one of these records."""
