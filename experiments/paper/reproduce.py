@@ -14,6 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, cast
 
 import jax
+import jax.numpy as jnp
 
 from experiments.figures import figures
 from experiments.paper.paper import PAPERS_OWN, load_table, target_and_task
@@ -33,7 +34,7 @@ from specdec_jax.measure.records import Record, read, results_path
 from specdec_jax.measure.roofline import memory_bandwidth
 from specdec_jax.measure.speed import Baseline, own_baseline, speed_steps
 from specdec_jax.measure.sweep import measure_missing, show
-from specdec_jax.measure.tables import MISSING, Table, measured_with, number_text
+from specdec_jax.measure.tables import Table, measured_with, number_text
 from specdec_jax.models.families import init_params
 from specdec_jax.models.sizes import named_config
 from specdec_jax.pair import Pair
@@ -42,7 +43,6 @@ from specdec_jax.random_models import random_draft, random_pair
 TABLES = {"table2": 2, "table3": 3, "table4": 4, "table5": 5}
 FIGURES = ("figure1", "figure2", "figure3", "figure4", "figure5")
 TARGET = "T5-XXL"
-_DTYPE_BYTES = {"float32": 4, "bfloat16": 2}
 _NGRAMS = {"unigram": unigram, "bigram": bigram}
 _OTHER_TARGETS = {
   "GPT-like (97M)": "never published; `specdec table3_gpt_like` measures a smaller pair",
@@ -99,10 +99,7 @@ class StandIns:
   def config(self, name: str, task: Task, is_speed: bool) -> AnyConfig | None:
     """Return the configuration of a model of the paper, or None if it is not available.
 
-    Args:
-      name: name of the model.
-      task: task that it is measured on.
-      is_speed: whether speeds are measured with it, not alphas.
+    `is_speed` is whether speeds are measured with it, not alphas.
     """
     if is_speed:
       return named_config("1.1", self.sizes[name]) if name in self.sizes else None
@@ -159,8 +156,7 @@ class Checkpoints:
       do not name their own (`Task.paths`).
     vocabulary: path of the vocabulary of all models.
     dtype: dtype of the models.
-    sizes: version and size of models of T5, such as ('1.0', 'xxl'), so that a dry run does not have
-      to open their checkpoints.
+    version: version of T5, such as '1.0', so that a dry run does not have to open checkpoints.
     papers_own: whether these are the weights that the paper measured. Only then do records count as
       measured with the paper's own models.
   """
@@ -168,14 +164,14 @@ class Checkpoints:
   paths: Mapping[str, str] = dataclasses.field(default_factory=dict)
   vocabulary: str | None = None
   dtype: str = "bfloat16"
-  sizes: Mapping[str, tuple[str, str]] = dataclasses.field(default_factory=dict)
+  version: str | None = None
   papers_own: bool = False
 
   def config(self, name: str, task: Task, is_speed: bool) -> AnyConfig | None:
     if name not in self._paths(task):
       return None
-    if name in self.sizes:
-      return named_config(*self.sizes[name])
+    if self.version is not None:
+      return named_config(self.version, name.removeprefix("T5-").lower())
     return open_checkpoint(self._paths(task)[name]).config
 
   def open(self, name: str, task: Task) -> None:
@@ -248,21 +244,13 @@ def _ngram_drafts(names: Sequence[str], task: Task) -> list[LoadsDraft]:
 
 
 class Group(NamedTuple):
-  """Rows of a table with the same target, task and draft.
-
-  Attributes:
-    target: name of the target in the paper.
-    task: name of the task in the paper.
-    draft: name of the draft.
-    rows: rows of the table with this target, task and draft.
-    missing: reason why they cannot be measured; '' if they can.
-  """
+  """Rows of a table with the same target, task and draft, by their names in the paper."""
 
   target: str
   task: str
   draft: str
   rows: tuple[Row, ...]
-  missing: str
+  missing: str  # reason why they cannot be measured; '' if they can
 
 
 def groups(number: int, models: Models, tasks: Mapping[str, Task]) -> list[Group]:
@@ -335,9 +323,7 @@ def reproduce(
       known = ", ".join([*TABLES, *FIGURES])
       raise InputError(f"There is no table or figure {name!r} to reproduce; there are {known}.")
   output, plans = pathlib.Path(output_dir), []
-  for name in names:
-    if name in FIGURES[:4]:
-      continue
+  for name in (name for name in names if name not in FIGURES[:4]):
     number = TABLES.get(name, 2)  # Figure 5 shows the first rows of Table 2
     of_table = groups(number, models, tasks)
     found = [group for group in of_table if not group.missing]
@@ -371,9 +357,8 @@ def reproduce(
       show([paper_table(number, records, load_table(number))], str(folder))
     else:
       _save_figure(name, output, read(_results(folder, found[0])), models, tasks)
-  for name in names:
-    if name in FIGURES[:4]:
-      _save_figure(name, output, [], models, tasks)
+  for name in (name for name in names if name in FIGURES[:4]):
+    _save_figure(name, output, [], models, tasks)
 
 
 def _open_inputs(found: Sequence[Group], models: Models, tasks: Mapping[str, Task]) -> None:
@@ -499,44 +484,34 @@ def _plan(
   """
   named = {group.task: tasks[group.task] for group in found}
   target_bytes, step_bytes = _num_bytes(models, TARGET, tasks[found[0].task], is_speed)
-  seconds_per_step, cells, counts, notes = step_bytes / memory_bandwidth(), [], {}, []
-  for task, settings in named.items():
-    counts[task] = num_texts
+  seconds_per_step, cells, absent = step_bytes / memory_bandwidth(), [], []
+  counts = dict.fromkeys(named, num_texts)
+  for task in named:
     try:
-      counts[task] = len(settings.sources()[:num_texts])
+      counts[task] = len(tasks[task].sources()[:num_texts])
     except InputError as error:
       if num_texts is None:
         raise
-      notes.append(f"Missing here: {error}")
+      absent.append(f"Missing here: {error}")
   for _, task, draft, rows, _ in found:
     is_ngram = draft.casefold() in _NGRAMS
     draft_bytes = 0 if is_ngram else _num_bytes(models, draft, tasks[task], is_speed)[0]
+    memory = f"{(target_bytes + draft_bytes) / 1e9:.2f}"
     for row in rows:
-      gamma = f"{row['gamma']:g}" if is_speed else MISSING
-      minutes = None
+      gamma = texts = minutes = None
       if is_speed:
-        num_steps = repeats * counts[task] * tasks[task].max_new_tokens
-        speed = row.get("speed") or row["emp"]
+        gamma, texts, speed = row["gamma"], counts[task], row.get("speed") or row["emp"]
+        num_steps = repeats * texts * tasks[task].max_new_tokens
         minutes = num_steps * seconds_per_step * (1 + 1 / speed) / 60
-      cells.append(
-        (
-          task,
-          draft,
-          f"{row['temperature']:g}",
-          gamma,
-          f"{row['alpha']:.2f}",
-          f"{row.get('lenience', 1):g}",
-          f"{counts[task]}" if is_speed else MISSING,
-          f"{(target_bytes + draft_bytes) / 1e9:.2f}",
-          number_text(minutes, ".1f"),
-        )
-      )
+      cell = f"{task}|{draft}|{row['temperature']:g}|{number_text(gamma, 'g')}|{row['alpha']:.2f}"
+      cell += f"|{row.get('lenience', 1):g}|{number_text(texts, '')}|{memory}"
+      cells.append((*cell.split("|"), number_text(minutes, ".1f")))
+  note = models.note([*named.values()], is_speed)
   notes = (
-    models.note([*named.values()], is_speed),
-    f"Parameters in {models.dtype}; the memory is theirs.",
+    f"{note} Parameters in {models.dtype}; the memory is theirs.",
     f"The time is a bound for outputs of {TARGET} with the maximum number of tokens. Compilation "
     "takes one to two minutes more for each row of the paper's sizes.",
-    *notes,
+    *absent,
   )
   columns = "task|draft|temperature|gamma|paper alpha|lenience|texts|memory, GB|minutes"
   return Table(f"{name}: rows to measure", tuple(columns.split("|")), tuple(cells), notes, {})
@@ -548,7 +523,7 @@ def _num_bytes(models: Models, name: str, task: Task, is_speed: bool) -> tuple[i
   init: Any = functools.partial(init_params, config)
   params = jax.eval_shape(init, jax.random.key(0))
   sizes = {part: sum(x.size for x in jax.tree.leaves(of)) for part, of in params.items()}
-  per_param = _DTYPE_BYTES[models.dtype]
+  per_param = jnp.dtype(models.dtype).itemsize
   unused = sizes.get("encoder", 0) + (0 if config.tied_logits else sizes.get("token_embedder", 0))
   total = sum(sizes.values())
   return total * per_param, (total - unused) * per_param

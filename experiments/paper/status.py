@@ -1,9 +1,9 @@
 """Reproduction status of the numbers of the paper's tables, Section 3.6 and Appendix A.5.
 
 A number is computed from a formula, derived from a compiled program, measured with the paper's own
-models or with a stand-in (other models or texts), or not available here. Numbers that the paper prints twice count
-once: the measured speeds of Table 4 are also in Table 2, and the alphas of Tables 2 and 4, and of
-Table 5 without lenience, are also in Table 3.
+models or with a stand-in (other models or texts), or not available here. Numbers that the paper
+prints twice count once: the measured speeds of Table 4 are also in Table 2, and the alphas of
+Tables 2 and 4, and of Table 5 without lenience, are also in Table 3.
 """
 
 import collections
@@ -62,8 +62,8 @@ _STATUS = "`scripts/tabulate.py --table status`"
 _COMPILER = "`python -m experiments.tpu_v4.table2`"
 _WITH_WEIGHTS = "`specdec reproduce {} --gin_file=experiments/paper/fine_tuned.gin`"
 _LAMDA = (
-  "weights never published; `experiments/table3/lamda.gin` runs only the shapes, with random weights "
-  "and the alpha that it is given"
+  "weights never published; `experiments/table3/lamda.gin` runs only the shapes, and returns the "
+  "alpha that it is given"
 )
 # Column of the status table -> statuses of the numbers in it.
 _COLUMNS = {

@@ -17,6 +17,7 @@ from experiments.paper.reproduce import (
   reproduce,
   stand_ins,
 )
+from specdec_jax.errors import InputError
 from specdec_jax.load import checkpoint_draft
 from specdec_jax.measure.records import read
 
@@ -37,22 +38,40 @@ def checkpoints(**drafts):
 
 
 def test_every_row_of_tables_2_and_4_has_stand_ins():
+  both = dict.fromkeys(("EnDe", "CNNDM"), Task("", list, str))
   for number in (2, 4):
-    found = groups(number, StandIns())
+    found = groups(number, StandIns(), both)
     assert sum(len(group.rows) for group in found) == 12
-    assert [(group.task, group.draft) for group in found] == [
-      (task, draft) for task in ("EnDe", "CNNDM") for draft in ("T5-small", "T5-base", "T5-large")
+    assert [(group.task, group.draft, group.missing) for group in found] == [
+      (task, draft, "")
+      for task in ("EnDe", "CNNDM")
+      for draft in ("T5-small", "T5-base", "T5-large")
     ]
     gammas = [[int(row["gamma"]) for row in group.rows] for group in found]
     assert gammas == [[7, 7], [7, 5], [7, 3], [5, 5], [5, 3], [3, 3]]
 
 
-def test_rows_without_a_model_are_left_out():
-  found = groups(3, checkpoints())
-  assert {group.draft for group in found} == {"Unigram", "Bigram", "T5-small", "T5-base"}
-  assert {group.task for group in found} == {"EnDe", "CNNDM"}
-  by_draft = {group.draft: len(group.rows) for group in groups(5, checkpoints())}
-  assert by_draft == {"Unigram": 4, "Bigram": 4, "T5-small": 8, "T5-base": 4}
+def test_rows_that_cannot_be_measured_are_named(tmp_path, capsys):
+  found = groups(3, checkpoints(), tasks(tmp_path))
+  assert sum(len(group.rows) for group in found) == 32
+  assert {group.draft for group in found if not group.missing} == {
+    *("Unigram", "Bigram", "T5-small", "T5-base")
+  }
+  reproduce(["table3"], checkpoints(), tasks(tmp_path), str(tmp_path), dry_run=True)
+  said = " ".join(capsys.readouterr().out.split())
+  for sentence in (
+    "Not measured: GPT-like (97M) with Unigram, Bigram, GPT-like (6M): never published;",
+    "Not measured: T5-XXL (EnDe) with T5-large: no model is given for T5-large.",
+    "Not measured: T5-XXL (CNNDM) with Unigram, Bigram, T5-small, T5-base, T5-large: no texts are",
+    "Not measured: LaMDA (137B) with LaMDA (100M), LaMDA (2B), LaMDA (8B): never published;",
+  ):
+    assert sentence in said
+  table5 = groups(5, checkpoints(), tasks(tmp_path))
+  assert {group.draft: len(group.rows) for group in table5 if not group.missing} == {
+    **{"Unigram": 4, "Bigram": 4, "T5-small": 8, "T5-base": 4}
+  }
+  with pytest.raises(InputError, match="No row of table2 .*T5-XXL .EnDe.* with T5-small, T5-base"):
+    reproduce(["table2"], Checkpoints(), tasks(tmp_path), str(tmp_path), dry_run=True)
 
 
 def test_speeds_are_measured_once_with_the_gammas_of_the_paper(tmp_path, capsys, monkeypatch):
@@ -135,7 +154,8 @@ def test_stand_ins_of_the_papers_sizes(true_sizes, monkeypatch):
   models = stand_ins(true_sizes)
   sizes = {"T5-XXL": "xxl", "T5-large": "large", "T5-base": "base", "T5-small": "small"}
   assert models == StandIns(sizes, "bfloat16") != stand_ins(False) == StandIns()
-  assert sum(len(group.rows) for group in groups(2, models)) == 12
+  both = dict.fromkeys(("EnDe", "CNNDM"), Task("", list, str))
+  assert sum(len(group.rows) for group in groups(2, models, both) if not group.missing) == 12
 
 
 def test_stand_ins_share_the_target_and_simulate_the_alpha_of_the_row(tmp_path):
