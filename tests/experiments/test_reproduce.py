@@ -1,6 +1,9 @@
 """Tables of the paper by one command: rows, models, plans, records that are not measured again."""
 
+import contextlib
+import dataclasses
 import functools
+import weakref
 
 import jax
 import pytest
@@ -17,9 +20,12 @@ from experiments.paper.reproduce import (
   reproduce,
   stand_ins,
 )
+from specdec_jax.checkpoints.checkpoint import Checkpoint
+from specdec_jax.data.text import read_lines
 from specdec_jax.errors import InputError
 from specdec_jax.load import checkpoint_draft
 from specdec_jax.measure.records import read
+from specdec_jax.models.sizes import named_config
 
 TEXTS = tiny_pair.SENTENCES[:2]
 
@@ -173,3 +179,68 @@ def test_the_target_is_loaded_once_for_all_drafts(tmp_path):
   assert first.target.params is second.target.params and first.draft.name != second.draft.name
   assert (first.task, first.max_source_tokens) == ("wmt14_ende", 24)
   assert checkpoint_draft(first.target, models.paths["T5-small"]).name == first.draft.name
+
+
+def test_each_task_has_its_own_target_and_one_is_in_memory(tmp_path, monkeypatch):
+  loaded = []
+
+  def load_pair(target, *args, **kwargs):
+    assert not any(array() for array in loaded), "the target before is still in memory"
+    pair = module_load_pair(target, *args, **kwargs)
+    loaded.append(weakref.ref(jax.tree.leaves(pair.target.params)[0]))
+    return pair
+
+  module_load_pair = module.load_pair
+  monkeypatch.setattr(module, "load_pair", load_pair)
+  monkeypatch.setattr(module, "_LOADED", {})
+  first = tasks(tmp_path)["EnDe"]
+  paths = {name: str(tiny_pair.folder() / "random") for name in ("T5-XXL", "T5-small")}
+  other = dataclasses.replace(first, name="cnn_dm", paths=paths)
+  models = dataclasses.replace(checkpoints(**{"T5-base": "near"}), papers_own=True)
+  reproduce(
+    ["table3", "table5"],
+    models,
+    dict(EnDe=first, CNNDM=other),
+    str(tmp_path / "runs"),
+    min_tokens=8,
+  )
+  assert len(loaded) == 2
+  records = [read(tmp_path / f"runs/alphas3/{task}/results.jsonl") for task in ("EnDe", "CNNDM")]
+  for of_task, path in zip(records, ("target", "random")):
+    assert {r.models.target for r in of_task} == {"the paper's T5-XXL"}
+    assert all(r.models.target_path.endswith(path) for r in of_task)
+  assert {r.models.draft for r in records[0]} == {"the paper's T5-base", "unigram", "bigram"}
+  assert "the paper's T5-small" in {r.models.draft for r in records[1]}
+
+
+@pytest.mark.parametrize("absent", ["texts", "targets", "checkpoint"])
+def test_what_is_missing_is_reported_before_weights_are_loaded(tmp_path, monkeypatch, absent):
+  monkeypatch.setattr(
+    module, "load_pair", lambda *args, **kwargs: pytest.fail("weights are loaded")
+  )
+  monkeypatch.setattr(module, "_LOADED", {})
+  task, models = tasks(tmp_path)["EnDe"], checkpoints()
+  if absent == "texts":
+    task = dataclasses.replace(task, sources=lambda: read_lines("texts"))
+  elif absent == "targets":
+    task = dataclasses.replace(task, target_text=lambda: "targets")
+  else:
+    models = dataclasses.replace(
+      models, paths=models.paths | {"T5-large": "checkpoint"}, version="1.1"
+    )
+  with pytest.raises(InputError, match=f"There is no .*{absent}"):
+    reproduce(["table3"], models, {"EnDe": task}, str(tmp_path / "runs"), num_texts=1)
+
+
+@pytest.mark.parametrize(
+  "path, version", [("t5_11B", "1.0"), ("flan-t5-xxl", "1.1"), ("xxl", "1.1")]
+)
+def test_t5_1_0_and_flan_t5_cannot_be_declared_as_the_papers_own(
+  tmp_path, monkeypatch, path, version
+):
+  opened = Checkpoint(path, named_config(version, "small"), {})
+  monkeypatch.setattr(module, "open_checkpoint", lambda path: opened)
+  models = Checkpoints({"T5-XXL": path}, papers_own=True)
+  is_other = pytest.raises(InputError, match="is T5 1.0 or Flan-T5")
+  with contextlib.nullcontext() if path == "xxl" else is_other:
+    models.open("T5-XXL", tasks(tmp_path)["EnDe"])
