@@ -1,4 +1,4 @@
-"""Closed forms of Section 3, their extension to texts of finite length and trees, and Section 6.
+"""Closed forms of Section 3, their extension to finite texts and trees, Section 6 and beam search.
 
 Array arguments are broadcast. gamma is the number of draft tokens per round. c is the time of a
 draft step, divided by that of a target step (Definition 7). v (`verify_cost`) is the time of a
