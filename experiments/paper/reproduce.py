@@ -205,8 +205,8 @@ class Checkpoints:
     return pair.with_draft(first(pair.target)), others
 
   def example(self, task: Task) -> tuple[Pair, str]:
-    text = task.sources()[0]
-    return self.pair("T5-small", task, 1.0), text
+    text, names = task.sources()[0], [name for name in self._paths(task) if name != TARGET]
+    return self.pair(names[0], task, 1.0), text
 
   def _target(self, task: Task) -> Pair:
     key = self._paths(task)[TARGET], self.vocabulary, self.dtype
