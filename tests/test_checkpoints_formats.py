@@ -405,7 +405,7 @@ def test_a_bucket_that_cannot_be_reached_is_reported_within_a_minute(monkeypatch
   monkeypatch.setenv("TENSORSTORE_GCS_HTTP_URL", "http://127.0.0.1:9")  # nothing listens there
   since = time.perf_counter()
   assert_rejected(
-    "gs://no-bucket/model", "gs://no-bucket cannot be read: ", "retry attempts failed"
+    "gs://no-bucket/model", "gs://no-bucket/model cannot be read: ", "retry attempts failed"
   )
   assert time.perf_counter() - since < 60
 

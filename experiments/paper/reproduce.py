@@ -8,6 +8,7 @@ named. Records that exist are not measured again.
 
 import dataclasses
 import functools
+import gc
 import itertools
 import pathlib
 from collections.abc import Callable, Mapping, Sequence
@@ -212,6 +213,7 @@ class Checkpoints:
     key = self._paths(task)[TARGET], self.vocabulary, self.dtype
     if key not in _LOADED:
       _LOADED.clear()  # before the next is loaded: two targets may not fit in memory
+      gc.collect()
       _LOADED[key] = load_pair(key[0], uniform, self.vocabulary, dtype=self.dtype)
     pair = _LOADED[key]
     if self.papers_own:
@@ -492,7 +494,7 @@ def _plan(
     except InputError as error:
       if num_texts is None:
         raise
-      absent.append(f"Missing here: {error}")
+      absent.append(f"Missing here: {error}".partition("\n")[0])  # gin adds lines
   for _, task, draft, rows, _ in found:
     is_ngram = draft.casefold() in _NGRAMS
     draft_bytes = 0 if is_ngram else _num_bytes(models, draft, tasks[task], is_speed)[0]

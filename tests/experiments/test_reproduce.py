@@ -150,7 +150,7 @@ def test_dry_run_prints_memory_and_time_and_measures_nothing(tmp_path, capsys, m
   assert capsys.readouterr().out.count(" EnDe ") == 2
   plan(["table2"], models=checkpoints(), tasks=tasks(tmp_path))
   said = capsys.readouterr().out
-  assert "Checkpoints: T5-XXL: " in said and "Stand-ins" not in said
+  assert "Checkpoints, not the paper's models: T5-XXL: " in said and "Stand-ins" not in said
   assert not [*tmp_path.glob("*/*/results.jsonl")]
 
 
@@ -185,7 +185,7 @@ def test_each_task_has_its_own_target_and_one_is_in_memory(tmp_path, monkeypatch
   loaded = []
 
   def load_pair(target, *args, **kwargs):
-    assert not any(array() for array in loaded), "the target before is still in memory"
+    assert all(array() is None for array in loaded), "the target before is still in memory"
     pair = module_load_pair(target, *args, **kwargs)
     loaded.append(weakref.ref(jax.tree.leaves(pair.target.params)[0]))
     return pair
