@@ -7,8 +7,7 @@ from typing import Any
 
 PaperRow = Mapping[str, Any]
 
-# Start of the names, in records, of models that are declared to be the paper's own. T5 1.0, T5 1.1
-# and Flan-T5 of the same sizes are other models.
+# Start of the names, in records, of models that are declared to be the paper's own.
 PAPERS_OWN = "the paper's "
 
 CONFIGS = pathlib.Path(__file__).resolve().parents[2] / "configs"

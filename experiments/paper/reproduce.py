@@ -98,10 +98,7 @@ class StandIns:
   dtype: str = "float32"
 
   def config(self, name: str, task: Task, is_speed: bool) -> AnyConfig | None:
-    """Return the configuration of a model of the paper, or None if it is not available.
-
-    `is_speed` is whether speeds are measured with it, not alphas.
-    """
+    """Return the configuration of a model to measure speeds or alphas; None if there is none."""
     if is_speed:
       return named_config("1.1", self.sizes[name]) if name in self.sizes else None
     bundled = {TARGET: "target", "T5-small": "draft"}
@@ -178,8 +175,7 @@ class Checkpoints:
   def open(self, name: str, task: Task) -> None:
     checkpoint = open_checkpoint(self._paths(task)[name])
     tied = getattr(checkpoint.config, "tied_logits", False)
-    is_other = tied or "flan" in checkpoint.path.casefold()
-    if self.papers_own and is_other:
+    if self.papers_own and (tied or "flan" in checkpoint.path.casefold()):
       raise InputError(
         f"{checkpoint.path} is T5 1.0 or Flan-T5 and not the paper's {name}; remove papers_own."
       )
@@ -369,10 +365,8 @@ def _open_inputs(found: Sequence[Group], models: Models, tasks: Mapping[str, Tas
   for task in dict.fromkeys(task for task, _ in used):
     tasks[task].sources()
   for task, name in used:
-    if name.casefold() in _NGRAMS:
-      read_lines(tasks[task].target_text(), 1)
-    else:
-      models.open(name, tasks[task])
+    is_ngram = name.casefold() in _NGRAMS
+    read_lines(tasks[task].target_text(), 1) if is_ngram else models.open(name, tasks[task])
 
 
 def _results(folder: pathlib.Path, group: Group) -> pathlib.Path:

@@ -228,13 +228,10 @@ def _alpha_claim(
   return Claim(table, quantity, f"{row['alpha']:.2f}", status, ours, reproduction)
 
 
-def _own(
-  records: Mapping[str, Sequence[Record]], row: PaperRow, gamma: float | None = None
-) -> Record | None:
+def _own(records, row: PaperRow, gamma: float | None = None) -> Record | None:
   """Return the last record of the paper's own models for a row, with a given gamma or with any."""
   matches = [r for r in records.get(OWN_RECORDS, ()) if reproduces(r, row)]
-  matches = [r for r in matches if gamma in (None, r.settings.gamma)]
-  return matches[-1] if matches else None
+  return next((r for r in reversed(matches) if gamma in (None, r.settings.gamma)), None)
 
 
 def _last_match(records: Iterable[Record], draft: str | None, temperature: float, lenience: float):
