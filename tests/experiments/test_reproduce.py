@@ -194,7 +194,7 @@ def test_each_task_has_its_own_target_and_one_is_in_memory(tmp_path, monkeypatch
   monkeypatch.setattr(module, "load_pair", load_pair)
   monkeypatch.setattr(module, "_LOADED", {})
   first = tasks(tmp_path)["EnDe"]
-  paths = {name: str(tiny_pair.folder() / "random") for name in ("T5-XXL", "T5-small")}
+  paths = {name: str(tiny_pair.folder() / "near") for name in ("T5-XXL", "T5-small")}
   other = dataclasses.replace(first, name="cnn_dm", paths=paths)
   models = dataclasses.replace(checkpoints(**{"T5-base": "near"}), papers_own=True)
   reproduce(
@@ -206,7 +206,7 @@ def test_each_task_has_its_own_target_and_one_is_in_memory(tmp_path, monkeypatch
   )
   assert len(loaded) == 2
   records = [read(tmp_path / f"runs/alphas3/{task}/results.jsonl") for task in ("EnDe", "CNNDM")]
-  for of_task, path in zip(records, ("target", "random")):
+  for of_task, path in zip(records, ("target", "near")):
     assert {r.models.target for r in of_task} == {"the paper's T5-XXL"}
     assert all(r.models.target_path.endswith(path) for r in of_task)
   assert {r.models.draft for r in records[0]} == {"the paper's T5-base", "unigram", "bigram"}
