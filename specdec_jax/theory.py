@@ -1,4 +1,4 @@
-"""Closed forms of Section 3, their extension to texts of finite length and trees, and Section 6.
+"""Closed forms of Section 3, their extension to finite texts and trees, Section 6 and beam search.
 
 Array arguments are broadcast. gamma is the number of draft tokens per round. c is the time of a
 draft step, divided by that of a target step (Definition 7). v (`verify_cost`) is the time of a
@@ -45,6 +45,51 @@ def operations_factor(alpha, gamma, c_hat):
   """
   c_hat = _cost("c_hat", c_hat)
   return (np.asarray(gamma) * (c_hat + 1) + 1) / expected_tokens(alpha, gamma)
+
+
+def round_operations(prefix, gamma, num_weights, attention_width):
+  """Return the arithmetic operations of a decoder-only target in one round (Section 3.4).
+
+  Its cache holds the keys and values of the prefix, so it processes the last token of the prefix
+  and gamma draft tokens. They attend to prefix, prefix + 1, ..., prefix + gamma tokens.
+
+  Args:
+    prefix: number of tokens before the round, at least 1.
+    gamma: number of draft tokens.
+    num_weights: number of weights that each token is multiplied with.
+    attention_width: number of layers times heads times the dimension of a head.
+  """
+  attended = (gamma + 1) * (prefix + np.asarray(gamma) / 2)
+  return 2 * num_weights * (gamma + 1) + 4 * attention_width * attended
+
+
+def encoder_operations(num_tokens, num_weights, attention_width):
+  """Return the arithmetic operations of an encoder, in which every token attends to all tokens.
+
+  With prefix + gamma tokens, they are an upper bound on `round_operations` (Section 3.4). The bound
+  holds for one round, not for a text: rejected tokens are computed again (Theorem 10).
+  """
+  return num_tokens * (2 * num_weights + 4 * attention_width * np.asarray(num_tokens))
+
+
+def beam_runs(width, draft_width, gamma):
+  """Return w + u gamma, the runs of the target in a pass of speculative beam search (Appendix A.4).
+
+  The target runs once for each of the w beams and for each of the u candidates of gamma steps of
+  the draft's own beam search, u >= w. A pass makes `expected_tokens` steps if alpha is the
+  probability that the w beams of a step are among the draft's u. The speedup is then
+  `walltime_improvement`, with the verify cost of a pass over that many tokens.
+  """
+  return width + draft_width * np.asarray(gamma)
+
+
+def beam_operations_factor(alpha, gamma, width, draft_width):
+  """Return the factor by which the target's operations increase in beam search (Appendix A.4).
+
+  The factor is (w + u gamma) / (w E[steps per pass]), because plain beam search runs the target w
+  times per step. For w = u = 1 it is that of Theorem 10 without the draft. See `beam_runs`.
+  """
+  return beam_runs(width, draft_width, gamma) / (width * expected_tokens(alpha, gamma))
 
 
 def walltime_improvement(alpha, gamma, c, verify_cost=1.0):

@@ -9,6 +9,7 @@ import pathlib
 import pickle
 import shutil
 import threading
+import time
 import tracemalloc
 import urllib.parse
 
@@ -392,6 +393,21 @@ def test_missing_checkpoint_in_a_bucket_is_reported(bucket):
   assert_rejected(
     f"gs://some-bucket/{zarr.relative_to(bucket)}", "name one of checkpoint_1000 in it"
   )
+
+
+def test_a_bucket_that_does_not_answer_is_reported(bucket, monkeypatch):
+  monkeypatch.setattr(files, "_SECONDS", 0.0)
+  assert_rejected("gs://some-bucket/formats/t5x", "cannot be read: no answer within")
+
+
+@pytest.mark.slow
+def test_a_bucket_that_cannot_be_reached_is_reported_within_a_minute(monkeypatch):
+  monkeypatch.setenv("TENSORSTORE_GCS_HTTP_URL", "http://127.0.0.1:9")  # nothing listens there
+  since = time.perf_counter()
+  assert_rejected(
+    "gs://no-bucket/model", "gs://no-bucket/model cannot be read: ", "retry attempts failed"
+  )
+  assert time.perf_counter() - since < 60
 
 
 # Errors.

@@ -1,5 +1,7 @@
 """Test the closed forms of Section 3 against the numbers in the paper and against simulation."""
 
+import itertools
+import pathlib
 from fractions import Fraction
 
 import numpy as np
@@ -7,11 +9,15 @@ import pytest
 
 from experiments.paper.paper import load_table
 from specdec_jax.errors import InputError
+from specdec_jax.measure.records import read
 from specdec_jax.theory import (
+  beam_operations_factor,
+  beam_runs,
   best_gamma,
   beta,
   break_even_alpha,
   divergence,
+  encoder_operations,
   expected_rounds,
   expected_tokens,
   improvement_lower_bound,
@@ -19,6 +25,7 @@ from specdec_jax.theory import (
   operations_factor,
   oracle_improvement,
   rejection_sampling_rate,
+  round_operations,
   text_improvement,
   walltime_improvement,
 )
@@ -119,6 +126,57 @@ def test_walltime_improvement_broadcasts():
 def test_result_for_python_numbers_is_a_scalar():
   assert np.ndim(expected_tokens(0.5, 3)) == 0
   assert f"{expected_tokens(0.5, 3):.3f}" == "1.875"
+
+
+def count_operations(queries, keys_of, num_weights, layers, heads, head_dim):
+  """Count multiplications and additions one by one, for `queries` tokens of a Transformer."""
+  count = 0
+  for query in range(queries):
+    count += 2 * num_weights
+    for _ in range(layers * heads):
+      for _ in range(keys_of(query)):
+        count += 2 * head_dim  # the score of a key
+        count += 2 * head_dim  # its value, weighted
+  return count
+
+
+@pytest.mark.parametrize("prefix, gamma", [(1, 0), (1, 3), (9, 0), (9, 5), (50, 7)])
+def test_operations_of_a_round_are_bounded_by_those_of_an_encoder(prefix, gamma):
+  size = dict(num_weights=1000, layers=3, heads=2, head_dim=5)
+  of_round = round_operations(prefix, gamma, 1000, attention_width=30)
+  assert of_round == count_operations(gamma + 1, lambda i: prefix + i, **size)
+  length = prefix + gamma
+  bound = encoder_operations(length, 1000, attention_width=30)
+  assert bound == count_operations(length, lambda i: length, **size)
+  assert of_round <= bound and (of_round == bound) == (length == 1)
+
+
+def test_runs_of_speculative_beam_search():
+  """The nodes that a pass verifies, in records whose number of nodes was not limited."""
+  records = read(pathlib.Path(__file__).parents[1] / "experiments/beams/results.jsonl")
+  nodes = {
+    (r.settings.beams, r.settings.draft_beams, r.settings.gamma): r.settings.beam_nodes
+    for r in records
+  }
+  for (width, draft_width, gamma), expected in {
+    **{(4, 4, 1): 8, (4, 8, 1): 12, (2, 2, 1): 4, (2, 2, 2): 6, (2, 4, 1): 6}
+  }.items():
+    assert beam_runs(width, draft_width, gamma) == expected == nodes[width, draft_width, gamma]
+
+
+@pytest.mark.parametrize("width, draft_width, gamma", [(1, 1, 3), (2, 2, 2), (2, 6, 3), (4, 5, 0)])
+def test_operations_of_speculative_beam_search(width, draft_width, gamma):
+  """Runs of the target over all outcomes of a pass, compared with plain beam search."""
+  alpha, runs, plain_runs = 0.7, 0.0, 0.0
+  for outcome in itertools.product([False, True], repeat=gamma):
+    prob = np.prod([alpha if accepted else 1 - alpha for accepted in outcome])
+    num_steps = len([*itertools.takewhile(bool, outcome)]) + 1
+    runs += prob * (width + sum(draft_width for _ in range(gamma)))
+    plain_runs += prob * width * num_steps
+  factor = beam_operations_factor(alpha, gamma, width, draft_width)
+  assert factor == pytest.approx(runs / plain_runs)
+  if width == draft_width == 1:
+    assert factor == pytest.approx(operations_factor(alpha, gamma, c_hat=0))
 
 
 def test_best_gamma_maximizes_the_walltime_improvement():

@@ -9,7 +9,7 @@ differences are computed, because a stand-in is not comparable with the paper's 
 import re
 from collections.abc import Callable, Iterable, Sequence
 
-from experiments.paper.paper import PaperRow
+from experiments.paper.paper import PAPERS_OWN, PaperRow, target_and_task
 from specdec_jax import theory
 from specdec_jax.measure.records import Record
 from specdec_jax.measure.tables import (
@@ -25,8 +25,6 @@ _LAMDA_TOP_K = 40  # Table 3 samples from LaMDA with top-k 40
 
 # Task in the paper -> names of the same task here.
 _TASKS = {"EnDe": ("wmt14_ende", "wmt_ende", "ende"), "CNNDM": ("cnn_dm", "cnndm")}
-# Size in the name of a T5 checkpoint, such as t5_11B or flan-t5-xxl -> size in the paper.
-_SIZES = {"small": "small", "base": "base", "large": "large", "xxl": "xxl", "11b": "xxl"}
 
 
 def paper_table(number: int, records: Iterable[Record], paper_rows: Sequence[PaperRow]) -> Table:
@@ -42,7 +40,7 @@ def paper_table(number: int, records: Iterable[Record], paper_rows: Sequence[Pap
     return _table_1(paper_rows)
   title, columns = _LAYOUTS[number]
   shown, num_omitted = _select(number, records)
-  matching = [[r for r in shown if _reproduces(r, row)] for row in paper_rows]
+  matching = [[r for r in shown if reproduces(r, row)] for row in paper_rows]
   reproductions = [r for matches in matching for r in matches]
   rows = []
   for row, matches in zip(paper_rows, matching):
@@ -52,7 +50,7 @@ def paper_table(number: int, records: Iterable[Record], paper_rows: Sequence[Pap
   notes = [
     f"A '{MISSING}' is a value that was not measured, or that the paper does not print.",
     f"Of the paper's {len(paper_rows)} rows, {sum(map(bool, matching))} have records below them "
-    "with the same model sizes, task and sampling. A stand-in is another model or another text, "
+    "with the paper's own models, task and sampling. A stand-in is another model or another text, "
     "and not a reproduction.",
   ]
   if num_omitted:
@@ -72,6 +70,7 @@ def _our_row(source: str, columns, r: Record) -> tuple[str, ...]:
 
 
 def _table_1(paper_rows: Sequence[PaperRow]) -> Table:
+  columns = "operations (Theorem 10)", "paper operations", "speed (Theorem 8)", "paper speed"
   rows = []
   for row in paper_rows:
     alpha, gamma = row["alpha"], int(row["gamma"])
@@ -84,7 +83,7 @@ def _table_1(paper_rows: Sequence[PaperRow]) -> Table:
     rows.append(tuple(cells))
   return Table(
     "Table 1: arithmetic operations and speed relative to autoregressive decoding, for c = 0",
-    ("alpha", "gamma", "operations", "paper operations", "speed", "paper speed"),
+    ("alpha", "gamma", *columns),
     tuple(rows),
     ("Our values are Theorems 10 and 8, rounded to the digits that the paper prints.",),
   )
@@ -108,7 +107,7 @@ def _select(number: int, records: Iterable[Record]) -> tuple[list[Record], int]:
   return list(latest.values()), num_omitted
 
 
-def _reproduces(r: Record, row: PaperRow) -> bool:
+def reproduces(r: Record, row: PaperRow) -> bool:
   """Return whether a record has the models, task, sampling and lenience of the paper's row."""
   if r.models.simulated or row.get("lenience", 1) != r.settings.lenience:
     return False
@@ -117,34 +116,22 @@ def _reproduces(r: Record, row: PaperRow) -> bool:
   same_filter = r.settings.temperature == 0 or (r.settings.top_k, r.settings.top_p) == (top_k, 1)
   if r.settings.temperature != row["temperature"] or not same_filter:
     return False
-  target, task = _target_and_task(row)
+  target, task = target_and_task(row)
   same_models = _same_model(target, r.models.target) and _same_model(row["m_q"], r.models.draft)
   our_task = (r.settings.task or "").casefold()
   return same_models and our_task in _TASKS.get(task, (our_task,))
 
 
-def _target_and_task(row: PaperRow) -> tuple[str, str]:
-  """Return the target and the task of a row of the paper.
-
-  Only Table 3 prints targets; the target of the other tables is T5-XXL. Table 5 prints no task; its
-  task is EnDe. In Table 3, the task of targets other than T5-XXL is MISSING.
-  """
-  if "m_p" not in row:
-    return "T5-XXL", row.get("task", "EnDe")
-  match = re.fullmatch(r"(T5-XXL) \((\w+)\)", row["m_p"])
-  return (match[1], match[2]) if match else (row["m_p"], MISSING)
-
-
 def _same_model(printed: str, ours: str) -> bool:
   """Return whether `printed`, a name in the paper, and our name `ours` mean the same model.
 
-  T5 models are compared by the size in their name, so that T5-XXL equals t5_11B, and T5-SMALL (77M)
-  equals t5_small. Other models are compared by the whole name, so that LaMDA (8B) equals lamda_8b.
+  A T5 is the paper's only if it is declared to be (PAPERS_OWN), whatever its size. Other models are
+  compared by the whole name, so that LaMDA (8B) equals lamda_8b.
   """
-  if printed.casefold().startswith("t5-"):
-    sizes = re.findall("|".join(_SIZES), ours.casefold())
-    return bool(sizes) and _SIZES[sizes[-1]] == printed.casefold()[3:].partition(" ")[0]
-  return re.sub(r"\W+", "_", printed.casefold()).strip("_") == ours.casefold()
+  printed = printed.casefold()
+  if printed.startswith("t5-"):
+    return ours.casefold() == PAPERS_OWN + printed.partition(" (")[0]
+  return re.sub(r"\W+", "_", printed).strip("_") == ours.casefold()
 
 
 # Cells of a record and of the paper's row.
@@ -197,8 +184,8 @@ def _is_cpu(r: Record) -> bool:
 
 
 _SETTING: dict[str, _Column] = {
-  "task": (lambda r: r.settings.task or MISSING, lambda row: _target_and_task(row)[1]),
-  "target": (lambda r: r.models.target, lambda row: _target_and_task(row)[0]),
+  "task": (lambda r: r.settings.task or MISSING, lambda row: target_and_task(row)[1]),
+  "target": (lambda r: r.models.target, lambda row: target_and_task(row)[0]),
   "draft": (_draft, lambda row: row["m_q"]),
   "temperature": (sampling_text, lambda row: f"{row['temperature']:g}"),
 }
@@ -210,8 +197,8 @@ _LAYOUTS: dict[int, tuple[str, dict[str, _Column]]] = {
     {
       **_SETTING,
       "gamma": _column("settings.gamma", ".0f", "gamma"),
-      "alpha": _column("outputs.alpha", ".2f", "alpha"),
-      "speed": _column("times.speedup", ".2f", "speed", ".1f"),
+      "measured alpha": _column("outputs.alpha", ".2f", "alpha"),
+      "measured speed": _column("times.speedup", ".2f", "speed", ".1f"),
       **_ON_A_TPU,
     },
   ),
@@ -219,7 +206,7 @@ _LAYOUTS: dict[int, tuple[str, dict[str, _Column]]] = {
     "Table 3: alpha over text that the target generated",
     {
       **_SETTING,
-      "alpha": _column("outputs.alpha", ".2f", "alpha"),
+      "measured alpha": _column("outputs.alpha", ".2f", "alpha"),
       "95% interval": _ours_only(_interval),
       "measured on": _ours_only(_measured_on),
     },
@@ -229,11 +216,11 @@ _LAYOUTS: dict[int, tuple[str, dict[str, _Column]]] = {
     {
       **_SETTING,
       "gamma": _column("settings.gamma", ".0f", "gamma"),
-      "alpha": _column("outputs.alpha", ".2f", "alpha"),
+      "measured alpha": _column("outputs.alpha", ".2f", "alpha"),
       "c": _column("times.c", ".3f", "c", "g"),
-      "expected": _column("times.predicted_theorem8", ".2f", "exp", ".1f"),
-      "expected, measured costs": _ours_only(lambda r: number_text(r.predicted, ".2f")),
-      "measured": _column("times.speedup", ".2f", "emp", ".1f"),
+      "expected (Theorem 8)": _column("times.predicted_theorem8", ".2f", "exp", ".1f"),
+      "expected with measured costs": _ours_only(lambda r: number_text(r.predicted, ".2f")),
+      "measured speed": _column("times.speedup", ".2f", "emp", ".1f"),
       **_ON_A_TPU,
     },
   ),
@@ -242,7 +229,7 @@ _LAYOUTS: dict[int, tuple[str, dict[str, _Column]]] = {
     {
       **_SETTING,
       "lenience": _column("settings.lenience", "g", "lenience"),
-      "alpha": _column("outputs.alpha", ".2f", "alpha"),
+      "measured alpha": _column("outputs.alpha", ".2f", "alpha"),
       "total variation": _ours_only(lambda r: number_text(r.outputs.total_variation, ".3f")),
       "speed by Theorem 8": (
         _speed_at_the_papers_cost,

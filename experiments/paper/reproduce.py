@@ -1,27 +1,31 @@
 """The paper's Tables 2 to 5 and Figures 1 to 5, one command each: `specdec reproduce table2`.
 
 Each row of Tables 2 and 4 is a speedup with a gamma of its own, and each row of Tables 3 and 5 is
-an alpha. Models are checkpoints, or stand-ins for a machine without them. Records that exist are
-not measured again.
+an alpha. Models are checkpoints, or stand-ins for a machine without them. Texts and checkpoints are
+opened before weights are loaded, a target is loaded once, and rows that cannot be measured are
+named. Records that exist are not measured again.
 """
 
 import dataclasses
 import functools
+import gc
 import itertools
 import pathlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, cast
 
 import jax
+import jax.numpy as jnp
 
 from experiments.figures import figures
-from experiments.paper.paper import load_table
+from experiments.paper.paper import PAPERS_OWN, load_table, target_and_task
 from experiments.paper.paper_tables import paper_table
 from experiments.table3.acceptance import acceptance
 from specdec_jax.checkpoints.load import open_checkpoint
 from specdec_jax.core.loading import DecodeSettings
 from specdec_jax.core.sampling import Sampling
 from specdec_jax.core.types import DraftSpec, Loaded
+from specdec_jax.data.text import read_lines
 from specdec_jax.drafts.heads import AnyConfig
 from specdec_jax.drafts.ngram import bigram, unigram
 from specdec_jax.drafts.uniform import uniform
@@ -31,7 +35,7 @@ from specdec_jax.measure.records import Record, read, results_path
 from specdec_jax.measure.roofline import memory_bandwidth
 from specdec_jax.measure.speed import Baseline, own_baseline, speed_steps
 from specdec_jax.measure.sweep import measure_missing, show
-from specdec_jax.measure.tables import MISSING, Table, measured_with, number_text
+from specdec_jax.measure.tables import Table, measured_with, number_text
 from specdec_jax.models.families import init_params
 from specdec_jax.models.sizes import named_config
 from specdec_jax.pair import Pair
@@ -40,8 +44,11 @@ from specdec_jax.random_models import random_draft, random_pair
 TABLES = {"table2": 2, "table3": 3, "table4": 4, "table5": 5}
 FIGURES = ("figure1", "figure2", "figure3", "figure4", "figure5")
 TARGET = "T5-XXL"
-_DTYPE_BYTES = {"float32": 4, "bfloat16": 2}
 _NGRAMS = {"unigram": unigram, "bigram": bigram}
+_OTHER_TARGETS = {
+  "GPT-like (97M)": "never published; `specdec table3_gpt_like` measures a smaller pair",
+  "LaMDA (137B)": "never published; experiments/table3/lamda.gin runs only the shapes",
+}
 
 Row = Mapping[str, Any]
 LoadsDraft = Callable[[Loaded], DraftSpec]
@@ -58,6 +65,8 @@ class Task:
       are counted.
     max_source_tokens: length to which sources are truncated.
     max_new_tokens: limit for each output.
+    paths: checkpoints fine-tuned on this task, by the model's name in the paper; they take
+      precedence over those of `Checkpoints`.
   """
 
   name: str
@@ -65,6 +74,7 @@ class Task:
   target_text: Callable[[], str]
   max_source_tokens: int = 256
   max_new_tokens: int = 128
+  paths: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -87,19 +97,17 @@ class StandIns:
   )
   dtype: str = "float32"
 
-  def config(self, name: str, is_speed: bool) -> AnyConfig | None:
-    """Return the configuration of a model of the paper, or None if it is not available.
-
-    Args:
-      name: name of the model.
-      is_speed: whether speeds are measured with it, not alphas.
-    """
+  def config(self, name: str, task: Task, is_speed: bool) -> AnyConfig | None:
+    """Return the configuration of a model to measure speeds or alphas; None if there is none."""
     if is_speed:
       return named_config("1.1", self.sizes[name]) if name in self.sizes else None
     bundled = {TARGET: "target", "T5-small": "draft"}
     return open_checkpoint(str(EMBEDDED / bundled[name])).config if name in bundled else None
 
-  def note(self, is_speed: bool) -> str:
+  def open(self, name: str, task: Task) -> None:
+    """Raise InputError if there is no checkpoint of a model."""
+
+  def note(self, tasks: Sequence[Task], is_speed: bool) -> str:
     """Describe the models that are measured with."""
     sizes = ", ".join(f"T5 1.1 {size} for {name}" for name, size in self.sizes.items())
     models = f"random weights and the paper's alpha, simulated ({sizes})"
@@ -142,54 +150,84 @@ class Checkpoints:
   """Models from checkpoints.
 
   Attributes:
-    paths: path of a checkpoint by the model's name in the paper, such as 'T5-XXL'. Rows of the
-      paper's tables whose models have no path are left out.
-    vocabulary: path of the vocabulary.
+    paths: path of a checkpoint by the model's name in the paper, such as 'T5-XXL', for tasks that
+      do not name their own (`Task.paths`).
+    vocabulary: path of the vocabulary of all models.
     dtype: dtype of the models.
-    sizes: version and size of models of T5, such as ('1.0', 'xxl'), so that a dry run does not have
-      to open their checkpoints.
+    version: version of T5, such as '1.0', so that a dry run does not have to open checkpoints.
+    papers_own: whether these are the weights that the paper measured. Only then do records count as
+      measured with the paper's own models.
   """
 
-  paths: Mapping[str, str]
+  paths: Mapping[str, str] = dataclasses.field(default_factory=dict)
   vocabulary: str | None = None
   dtype: str = "bfloat16"
-  sizes: Mapping[str, tuple[str, str]] = dataclasses.field(default_factory=dict)
+  version: str | None = None
+  papers_own: bool = False
 
-  def config(self, name: str, is_speed: bool) -> AnyConfig | None:
-    if name not in self.paths:
+  def config(self, name: str, task: Task, is_speed: bool) -> AnyConfig | None:
+    if name not in self._paths(task):
       return None
-    if name in self.sizes:
-      return named_config(*self.sizes[name])
-    return open_checkpoint(self.paths[name]).config
+    if self.version is not None:
+      return named_config(self.version, name.removeprefix("T5-").lower())
+    return open_checkpoint(self._paths(task)[name]).config
 
-  def note(self, is_speed: bool) -> str:
-    return f"Checkpoints: {', '.join(f'{name}: {path}' for name, path in self.paths.items())}."
+  def open(self, name: str, task: Task) -> None:
+    checkpoint = open_checkpoint(self._paths(task)[name])
+    tied = getattr(checkpoint.config, "tied_logits", False)
+    if self.papers_own and (tied or "flan" in checkpoint.path.casefold()):
+      raise InputError(
+        f"{checkpoint.path} is T5 1.0 or Flan-T5 and not the paper's {name}; remove papers_own."
+      )
+
+  def note(self, tasks: Sequence[Task], is_speed: bool) -> str:
+    paths = dict.fromkeys(
+      f"{name}: {path}" for task in tasks for name, path in self._paths(task).items()
+    )
+    others = "" if self.papers_own else ", not the paper's models"
+    return f"Checkpoints{others}: {', '.join(paths)}."
 
   def pair(self, draft: str, task: Task, alpha: float) -> Pair:
-    pair = _target(self.paths[TARGET], self.vocabulary, self.dtype)
-    pair = dataclasses.replace(pair, task=task.name, max_source_tokens=task.max_source_tokens)
-    return pair.with_draft(checkpoint_draft(pair.target, self.paths[draft], self.dtype))
+    pair = self._target(task)
+    return pair.with_draft(self._draft(pair.target, draft, task))
 
   def alpha_drafts(self, names: Sequence[str], task: Task) -> tuple[Pair, list[LoadsDraft]]:
-    first, *others = self._available(names)
-    loads = [
-      functools.partial(checkpoint_draft, model=self.paths[name], dtype=self.dtype)
-      for name in others
+    loads: list[LoadsDraft] = [
+      functools.partial(self._draft, name=name, task=task)
+      for name in names
+      if name.casefold() not in _NGRAMS
     ]
-    return self.pair(first, task, 1.0), [*loads, *_ngram_drafts(names, task)]
+    first, *others = loads + _ngram_drafts(names, task)
+    pair = self._target(task)
+    return pair.with_draft(first(pair.target)), others
 
   def example(self, task: Task) -> tuple[Pair, str]:
-    draft = self._available([name for name in self.paths if name != TARGET])[0]
-    return self.pair(draft, task, 1.0), task.sources()[0]
+    text, names = task.sources()[0], [name for name in self._paths(task) if name != TARGET]
+    return self.pair(names[0], task, 1.0), text
 
-  def _available(self, names: Sequence[str]) -> list[str]:
-    """Return the names that have a path; raise InputError if there is none."""
-    available = [name for name in names if name in self.paths]
-    if not available:
-      raise InputError("paths has no draft of this table; give one, such as 'T5-small'.")
-    return available
+  def _target(self, task: Task) -> Pair:
+    key = self._paths(task)[TARGET], self.vocabulary, self.dtype
+    if key not in _LOADED:
+      _LOADED.clear()  # before the next is loaded: two targets may not fit in memory
+      gc.collect()
+      _LOADED[key] = load_pair(key[0], uniform, self.vocabulary, dtype=self.dtype)
+    pair = _LOADED[key]
+    if self.papers_own:
+      pair = pair.with_target(name=PAPERS_OWN + TARGET)
+    return dataclasses.replace(pair, task=task.name, max_source_tokens=task.max_source_tokens)
+
+  def _draft(self, target: Loaded, name: str, task: Task) -> DraftSpec:
+    draft = checkpoint_draft(target, self._paths(task)[name], self.dtype)
+    if not self.papers_own:
+      return draft
+    _, comma, change = draft.name.partition(",")  # such as int8 weights
+    return dataclasses.replace(draft, name=PAPERS_OWN + name + comma + change)
+
+  def _paths(self, task: Task) -> Mapping[str, str]:
+    return {**self.paths, **task.paths}
 
 
+_LOADED: dict[tuple[str, str | None, str], Pair] = {}  # the last target of `Checkpoints`
 Models = StandIns | Checkpoints
 
 
@@ -198,40 +236,53 @@ def _random_target(size: str, dtype: str) -> Pair:
   return random_pair(size, uniform, 1.0, dtype=dtype)
 
 
-@functools.lru_cache(1)  # the target is loaded once for all of its drafts
-def _target(target: str, vocabulary: str | None, dtype: str) -> Pair:
-  return load_pair(target, uniform, vocabulary, dtype=dtype)
-
-
 def _ngram_drafts(names: Sequence[str], task: Task) -> list[LoadsDraft]:
   ngrams = [draft for name, draft in _NGRAMS.items() if name in map(str.casefold, names)]
   return [functools.partial(draft, path=task.target_text()) for draft in ngrams]
 
 
 class Group(NamedTuple):
-  """Rows of a table with the same task and draft.
+  """Rows of a table with the same target, task and draft, by their names in the paper."""
 
-  Attributes:
-    task: name of the task in the paper.
-    draft: name of the draft.
-    rows: rows of the table with this task and draft.
-  """
-
+  target: str
   task: str
   draft: str
   rows: tuple[Row, ...]
+  missing: str  # reason why they cannot be measured; '' if they can
 
 
-def groups(number: int, models: Models) -> list[Group]:
-  """Return the rows of a table that can be measured with the given models, by task and draft."""
-  found: dict[tuple[str, str], list[Row]] = {}
+def groups(number: int, models: Models, tasks: Mapping[str, Task]) -> list[Group]:
+  """Return the rows of a table by target, task and draft."""
+  found: dict[tuple[str, str, str], list[Row]] = {}
   for row in load_table(number):
-    target, task = _target_and_task(row)
-    draft = _canonical(str(row["m_q"]))
-    is_ngram = draft.casefold() in _NGRAMS
-    if target == TARGET and (is_ngram or models.config(draft, number in (2, 4)) is not None):
-      found.setdefault((task, draft), []).append(row)
-  return [Group(*names, tuple(rows)) for names, rows in found.items()]
+    names = *target_and_task(row), _canonical(str(row["m_q"]))
+    found.setdefault(names, []).append(row)
+  is_speed = number in (2, 4)
+
+  def missing(target: str, task: str, draft: str) -> str:
+    if target != TARGET:
+      return _OTHER_TARGETS[target]
+    if task not in tasks:
+      return "no texts are given for this task"
+    for name in (TARGET, draft):
+      if name.casefold() not in _NGRAMS and models.config(name, tasks[task], is_speed) is None:
+        return f"no model is given for {name}"
+    return ""
+
+  return [Group(*names, tuple(rows), missing(*names)) for names, rows in found.items()]
+
+
+def _not_measured(found: Sequence[Group]) -> list[str]:
+  """Return one sentence per target, task and reason about rows that cannot be measured."""
+  drafts: dict[tuple[str, str], list[str]] = {}
+  for target, task, draft, _, missing in found:
+    if missing:
+      label = target if target != TARGET else f"{target} ({task})"
+      drafts.setdefault((label, missing), []).append(draft)
+  return [
+    f"Not measured: {label} with {', '.join(names)}: {missing}."
+    for (label, missing), names in drafts.items()
+  ]
 
 
 def reproduce(
@@ -253,8 +304,8 @@ def reproduce(
   Args:
     names: keys of `TABLES` or members of `FIGURES`.
     models: `Checkpoints` or `StandIns`.
-    tasks: tasks by their names in the paper, 'EnDe' and 'CNNDM'. Rows with another task are left
-      out.
+    tasks: tasks by their names in the paper, 'EnDe' and 'CNNDM'. Rows with another task are not
+      measured.
     output_dir: folder for the records. Settings that are recorded there are not measured again.
     num_texts: number of sources of each task on which speeds are measured; None for all.
     repeats: number of timed decodes of each text.
@@ -269,37 +320,53 @@ def reproduce(
     if name not in (*TABLES, *FIGURES):
       known = ", ".join([*TABLES, *FIGURES])
       raise InputError(f"There is no table or figure {name!r} to reproduce; there are {known}.")
-  output = pathlib.Path(output_dir)
-  for name in names:
-    if name in FIGURES[:4]:
-      if not dry_run:
-        _save_figure(name, output, [], models, tasks)
-      continue
+  output, plans = pathlib.Path(output_dir), []
+  for name in (name for name in names if name not in FIGURES[:4]):
     number = TABLES.get(name, 2)  # Figure 5 shows the first rows of Table 2
-    found = [group for group in groups(number, models) if group.task in tasks]
+    of_table = groups(number, models, tasks)
+    found = [group for group in of_table if not group.missing]
+    notes = _not_measured(of_table)
     if not found:
-      raise InputError(f"No row of {name} can be measured with these models and tasks.")
+      raise InputError(f"No row of {name} can be measured. {' '.join(notes)}")
     found = found if name in TABLES else found[:1]
     is_speed = number in (2, 4)
     folder = output / ("speeds" if is_speed else f"alphas{number}")
-    if is_speed or dry_run:
-      show([_plan(name, found, models, tasks, num_texts, repeats, is_speed)], str(folder))
-    if dry_run:
+    plans.append((name, number, folder, found))
+    table = _plan(name, found, models, tasks, num_texts, repeats, is_speed)
+    show([dataclasses.replace(table, notes=(*table.notes, *notes))], str(folder))
+  if dry_run:
+    return
+  _open_inputs([group for *_, found in plans for group in found], models, tasks)
+  measured: dict[str, list[tuple[Row, Record]]] = {name: [] for name in names}
+  for task, (name, number, folder, found) in itertools.product(tasks, plans):
+    of_task = [group for group in found if group.task == task]
+    if of_task and number not in (2, 4):
+      _measure_alphas(of_task, models, tasks[task], folder / task, min_tokens)
       continue
-    measured = []
-    if is_speed:
-      for group, baseline in itertools.product(found, baselines):
-        task = tasks[group.task]
-        measured += _measure_speeds(group, models, task, folder, num_texts, repeats, baseline)
-    else:
-      _measure_alphas(found, models, tasks, folder, min_tokens)
+    for group, baseline in itertools.product(of_task, baselines):
+      measured[name] += _measure_speeds(
+        group, models, tasks[task], folder, num_texts, repeats, baseline
+      )
+  for name, number, folder, found in plans:
     if name == "table2":
-      show([rows_table(measured)], str(folder))
+      show([rows_table(measured[name])], str(folder))
     elif name in TABLES:
       records = [r for path in sorted(folder.glob("*/results.jsonl")) for r in read(path)]
       show([paper_table(number, records, load_table(number))], str(folder))
     else:
       _save_figure(name, output, read(_results(folder, found[0])), models, tasks)
+  for name in (name for name in names if name in FIGURES[:4]):
+    _save_figure(name, output, [], models, tasks)
+
+
+def _open_inputs(found: Sequence[Group], models: Models, tasks: Mapping[str, Task]) -> None:
+  """Open all texts and checkpoints, so that one that is missing is reported first."""
+  used = dict.fromkeys((group.task, name) for group in found for name in (TARGET, group.draft))
+  for task in dict.fromkeys(task for task, _ in used):
+    tasks[task].sources()
+  for task, name in used:
+    is_ngram = name.casefold() in _NGRAMS
+    read_lines(tasks[task].target_text(), 1) if is_ngram else models.open(name, tasks[task])
 
 
 def _results(folder: pathlib.Path, group: Group) -> pathlib.Path:
@@ -330,21 +397,21 @@ def _measure_speeds(
 
 def rows_table(measured: Sequence[tuple[Row, Record]]) -> Table:
   """Return a table of rows of the paper's Table 2, each with its measurement."""
-  columns = "task|draft|temperature|gamma|paper alpha|alpha|c|v|predicted|speed|paper speed"
   rows, records = [], [r for _, r in measured]
+  alpha = "simulated alpha" if any(r.models.simulated for r in records) else "measured alpha"
+  columns = f"task|draft|temperature|gamma|paper alpha|{alpha}|measured c|measured v|predicted"
+  columns += "|measured speed|paper speed|measured with"
   for row, r in measured:
     cells = f"{row['task']}|{row['m_q']}|{row['temperature']:g}|{row['gamma']:g}|{row['alpha']:.2f}"
     ours = r.outputs.alpha, r.times.c, r.times.verify_cost, r.predicted, r.times.speedup
     numbers = map(number_text, ours, (".2f", ".3f", ".2f", ".2f", ".2f"))
     rows.append((*cells.split("|"), *numbers, f"{row['speed']:.1f}", _measured_as(r)))
   notes = (
-    "c, v: measured costs of a draft step and of verification. predicted: with them and alpha. "
-    "speed: measured. The paper's speeds are on a TPU v4, over T5X.",
-    *["alpha is simulated: a setting, not a measurement."]
-    * any(r.models.simulated for r in records),
+    "predicted: the speed by alpha, c (of a draft step) and v (of verification) of this row. A "
+    "simulated alpha is a setting. The paper's speeds are on a TPU v4, over T5X.",
     measured_with(records),
   )
-  return Table("Table 2, row by row", (*columns.split("|"), "measured with"), tuple(rows), notes)
+  return Table("Table 2, row by row", tuple(columns.split("|")), tuple(rows), notes)
 
 
 def _measured_as(r: Record) -> str:
@@ -380,27 +447,21 @@ def _save_figure(
 
 
 def _measure_alphas(
-  found: Sequence[Group],
-  models: Models,
-  tasks: Mapping[str, Task],
-  folder: pathlib.Path,
-  min_tokens: int,
+  found: Sequence[Group], models: Models, task: Task, folder: pathlib.Path, min_tokens: int
 ) -> None:
-  """Measure the alphas of all drafts on the same text of the target."""
-  for name in dict.fromkeys(group.task for group in found):
-    of_task = [group for group in found if group.task == name]
-    rows = [row for group in of_task for row in group.rows]
-    pair, drafts = models.alpha_drafts([group.draft for group in of_task], tasks[name])
-    acceptance(
-      pair,
-      tasks[name].sources(),
-      str(folder / name),
-      [Sampling(temperature) for temperature in sorted({row["temperature"] for row in rows})],
-      drafts,
-      max_new_tokens=tasks[name].max_new_tokens,
-      min_tokens=min_tokens,
-      leniences=sorted({row.get("lenience", 1.0) for row in rows}, reverse=True),
-    )
+  """Measure the alphas of all drafts of a task on the same text of the target."""
+  rows = [row for group in found for row in group.rows]
+  pair, drafts = models.alpha_drafts([group.draft for group in found], task)
+  acceptance(
+    pair,
+    task.sources(),
+    str(folder),
+    [Sampling(temperature) for temperature in sorted({row["temperature"] for row in rows})],
+    drafts,
+    max_new_tokens=task.max_new_tokens,
+    min_tokens=min_tokens,
+    leniences=sorted({row.get("lenience", 1.0) for row in rows}, reverse=True),
+  )
 
 
 def _plan(
@@ -417,71 +478,54 @@ def _plan(
   The bound assumes that a forward pass takes as long as reading the parameters of the decoder from
   memory, that all outputs have `max_new_tokens` tokens, and the speedup of the paper.
   """
-  target_bytes, step_bytes = _num_bytes(models, TARGET, is_speed)
-  seconds_per_step, cells = step_bytes / memory_bandwidth(), []
-  counts = {task: _num_sources(tasks[task], num_texts) for task in {group.task for group in found}}
-  for task, draft, rows in found:
-    draft_bytes = 0 if draft.casefold() in _NGRAMS else _num_bytes(models, draft, is_speed)[0]
+  named = {group.task: tasks[group.task] for group in found}
+  target_bytes, step_bytes = _num_bytes(models, TARGET, tasks[found[0].task], is_speed)
+  seconds_per_step, cells, absent = step_bytes / memory_bandwidth(), [], []
+  counts = dict.fromkeys(named, num_texts)
+  for task in named:
+    try:
+      counts[task] = len(tasks[task].sources()[:num_texts])
+    except InputError as error:
+      if num_texts is None:
+        raise
+      absent.append(f"Missing here: {error}".partition("\n")[0])  # gin adds lines
+  for _, task, draft, rows, _ in found:
+    is_ngram = draft.casefold() in _NGRAMS
+    draft_bytes = 0 if is_ngram else _num_bytes(models, draft, tasks[task], is_speed)[0]
+    memory = f"{(target_bytes + draft_bytes) / 1e9:.2f}"
     for row in rows:
-      gamma = f"{row['gamma']:g}" if is_speed else MISSING
-      minutes = None
+      gamma = texts = minutes = None
       if is_speed:
-        num_steps = repeats * counts[task] * tasks[task].max_new_tokens
-        speed = row.get("speed") or row["emp"]
+        gamma, texts, speed = row["gamma"], counts[task], row.get("speed") or row["emp"]
+        num_steps = repeats * texts * tasks[task].max_new_tokens
         minutes = num_steps * seconds_per_step * (1 + 1 / speed) / 60
-      cells.append(
-        (
-          task,
-          draft,
-          f"{row['temperature']:g}",
-          gamma,
-          f"{row['alpha']:.2f}",
-          f"{row.get('lenience', 1):g}",
-          f"{counts[task]}" if is_speed else MISSING,
-          f"{(target_bytes + draft_bytes) / 1e9:.2f}",
-          number_text(minutes, ".1f"),
-        )
-      )
+      cell = f"{task}|{draft}|{row['temperature']:g}|{number_text(gamma, 'g')}|{row['alpha']:.2f}"
+      cell += f"|{row.get('lenience', 1):g}|{number_text(texts, '')}|{memory}"
+      cells.append((*cell.split("|"), number_text(minutes, ".1f")))
+  note = models.note([*named.values()], is_speed)
   notes = (
-    f"{models.note(is_speed)} Parameters in {models.dtype}; the memory is theirs.",
+    f"{note} Parameters in {models.dtype}; the memory is theirs.",
     f"The time is a bound for outputs of {TARGET} with the maximum number of tokens. Compilation "
     "takes one to two minutes more for each row of the paper's sizes.",
+    *absent,
   )
   columns = "task|draft|temperature|gamma|paper alpha|lenience|texts|memory, GB|minutes"
   return Table(f"{name}: rows to measure", tuple(columns.split("|")), tuple(cells), notes, {})
 
 
-def _num_sources(task: Task, num_texts: int | None) -> int:
-  """Return the number of sources of a task; `num_texts` if they cannot be read here."""
-  try:
-    return len(task.sources()[:num_texts])
-  except InputError:
-    if num_texts is None:
-      raise
-    return num_texts
-
-
-def _num_bytes(models: Models, name: str, is_speed: bool) -> tuple[int, int]:
+def _num_bytes(models: Models, name: str, task: Task, is_speed: bool) -> tuple[int, int]:
   """Return the bytes of all parameters of a model, and of those that a decoding step reads."""
-  config = models.config(name, is_speed)
-  if config is None:
-    raise InputError(f"There is no model for {name}.")
-  init: Any = functools.partial(init_params, cast(Any, config))
+  config = cast(Any, models.config(name, task, is_speed))
+  init: Any = functools.partial(init_params, config)
   params = jax.eval_shape(init, jax.random.key(0))
   sizes = {part: sum(x.size for x in jax.tree.leaves(of)) for part, of in params.items()}
-  per_param = _DTYPE_BYTES[models.dtype]
+  per_param = jnp.dtype(models.dtype).itemsize
   unused = sizes.get("encoder", 0) + (0 if config.tied_logits else sizes.get("token_embedder", 0))
   total = sum(sizes.values())
   return total * per_param, (total - unused) * per_param
 
 
 def _canonical(name: str) -> str:
-  """Return the name of a model as Table 2 prints it: T5-small for T5-SMALL (77M)."""
-  name = name.partition(" (")[0]
-  return f"T5-{name[3:].lower()}" if name.upper().startswith("T5-") else name.capitalize()
-
-
-def _target_and_task(row: Row) -> tuple[str, str]:
-  """Return the target and the task of a row; see `paper_tables`."""
-  target, _, task = str(row.get("m_p", f"{TARGET} ({row.get('task', 'EnDe')})")).partition(" (")
-  return target, task.rstrip(")")
+  """Return the name of a draft as Table 2 prints it: T5-small for T5-SMALL (77M)."""
+  short = name.partition(" (")[0].capitalize()
+  return short if short.startswith("T5-") or short.casefold() in _NGRAMS else name

@@ -1,9 +1,9 @@
 """Reproduction status of the numbers of the paper's tables, Section 3.6 and Appendix A.5.
 
-A number is computed from a formula, derived from a compiled program, measured on a stand-in (other
-models or texts than the paper's), or not available here. Numbers that the paper prints twice count
-once: the measured speeds of Table 4 are also in Table 2, and the alphas of Tables 2 and 4, and of
-Table 5 without lenience, are also in Table 3.
+A number is computed from a formula, derived from a compiled program, measured with the paper's own
+models or with a stand-in (other models or texts), or not available here. Numbers that the paper
+prints twice count once: the measured speeds of Table 4 are also in Table 2, and the alphas of
+Tables 2 and 4, and of Table 5 without lenience, are also in Table 3.
 """
 
 import collections
@@ -12,6 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from experiments.paper.paper import PaperRow, load_table
+from experiments.paper.paper_tables import reproduces
 from experiments.tables import lines
 from experiments.tpu_v4.table2 import predicted
 from specdec_jax import theory
@@ -51,17 +52,25 @@ _REPRODUCTION = {
   "`experiments/model_free_drafts/given_outputs.gin`",
   _LENIENCE: "the embedded pair, captions: `experiments/table5/table5.gin`",
 }
-RECORDS = tuple(_REPRODUCTION)  # files of records for `claims`
+# Records of `specdec reproduce` with the paper's own models; there are none yet.
+OWN_RECORDS = "paper/results.jsonl"
+RECORDS = (*_REPRODUCTION, OWN_RECORDS)  # files of records for `claims`
 COMPILED_TABLE = "tpu_v4/table2.jsonl"  # reports of the TPU compiler
 
 _TABLE_1 = "`scripts/tabulate.py --table 1`"
 _STATUS = "`scripts/tabulate.py --table status`"
 _COMPILER = "`python -m experiments.tpu_v4.table2`"
-_WITH_WEIGHTS = "`experiments/{0}/{0}.gin` with weights, [as below](#the-papers-own-rows)"
+_WITH_WEIGHTS = "`specdec reproduce {} --gin_file=experiments/paper/fine_tuned.gin`"
 _LAMDA = (
-  "weights never published; "
-  "`experiments/table3/alpha.gin` with `experiments/table3/lamda.gin` runs the sizes"
+  "weights never published; `experiments/table3/lamda.gin` runs only the shapes, and returns the "
+  "alpha that it is given"
 )
+# Column of the status table -> statuses of the numbers in it.
+_COLUMNS = {
+  "computed": (COMPUTED, ROUNDED, DIFFERS, NO_GAMMA),
+  "compiled (speed: Theorem 8 with the paper's alpha)": (COMPILED,),
+  "measured": (MEASURED, STAND_IN),
+}
 
 
 class Claim(NamedTuple):
@@ -101,7 +110,7 @@ def claims(
   compiled_rows = {(r["task"], r["m_q"], r["temperature"]): r for r in compiled}
   return [
     *_table_1(paper[1]),
-    *_speeds(paper[2], compiled_rows),
+    *_speeds(paper[2], records, compiled_rows),
     *_alphas(paper[3], records),
     *_costs_and_expected(paper[4], compiled_rows),
     *_lenient(paper[5], records),
@@ -123,17 +132,20 @@ def _table_1(rows: Sequence[PaperRow]) -> Iterable[Claim]:
       yield Claim("1", quantity, printed, status, ours, _TABLE_1)
 
 
-def _speeds(rows: Sequence[PaperRow], compiled_rows) -> Iterable[Claim]:
+def _speeds(rows: Sequence[PaperRow], records, compiled_rows) -> Iterable[Claim]:
   for row in rows:
     compiled = compiled_rows.get((row["task"], row["m_q"], row["temperature"]))
-    yield Claim(
-      "2, 4",
-      f"speed; {row['task']}, {row['m_q']}",
-      f"{row['speed']:.1f}",
-      COMPILED if compiled else WEIGHTS_AND_TPU,
-      f"{compiled['speed']:.1f}" if compiled else MISSING,
-      f"{_COMPILER}; measured: {_WITH_WEIGHTS.format('table2')}",
-    )
+    own = _own(records, row, row["gamma"])
+    status, ours = WEIGHTS_AND_TPU, MISSING
+    command = _WITH_WEIGHTS.format("table2")
+    reproduction = f"{_COMPILER}; measured: {command}"
+    if own:
+      status, ours = MEASURED, f"{own.times.speedup:.1f}"
+      reproduction = f"{command}, on {own.device}, over {own.settings.baseline}"
+    elif compiled:
+      status, ours = COMPILED, f"{compiled['speed']:.1f}"
+    quantity = f"speed; {row['task']}, {row['m_q']}"
+    yield Claim("2, 4", quantity, f"{row['speed']:.1f}", status, ours, reproduction)
 
 
 def _alphas(rows: Sequence[PaperRow], records) -> Iterable[Claim]:
@@ -141,12 +153,9 @@ def _alphas(rows: Sequence[PaperRow], records) -> Iterable[Claim]:
     file, drafts = _STAND_INS.get(row["m_p"], ("", {}))
     draft = drafts.get(row["m_q"].casefold())
     record = _last_match(records.get(file, ()), draft, row["temperature"], 1.0)
-    is_lamda = row["m_p"].startswith("LaMDA")
-    reproduction = _LAMDA if is_lamda else _WITH_WEIGHTS.format("table3")
-    if draft:
-      reproduction = _REPRODUCTION.get(file, reproduction)
     quantity = f"alpha; {row['m_p']}, {row['m_q']}"
-    yield _alpha_claim("3", quantity, row["alpha"], record, reproduction)
+    claim = _alpha_claim("3", quantity, row, records, record, file)
+    yield claim._replace(reproduction=_LAMDA) if row["m_p"].startswith("LaMDA") else claim
 
 
 def _costs_and_expected(rows: Sequence[PaperRow], compiled_rows) -> Iterable[Claim]:
@@ -178,8 +187,7 @@ def _lenient(rows: Sequence[PaperRow], records) -> Iterable[Claim]:
       draft = _ENDE.get(model.casefold())
       record = _last_match(records.get(_LENIENCE, ()), draft, row["temperature"], row["lenience"])
       quantity = f"alpha, lenience 0.5 / 0.3 / 0.1; {model}, temperature {row['temperature']:g}"
-      reproduction = _REPRODUCTION[_LENIENCE] if draft else _WITH_WEIGHTS.format("table5")
-      yield _alpha_claim("5", quantity, row["alpha"], record, reproduction)
+      yield _alpha_claim("5", quantity, row, records, record, _LENIENCE)
 
 
 def _lenient_speeds(rows: Sequence[PaperRow]) -> Iterable[Claim]:
@@ -209,10 +217,21 @@ def _bigram_speed() -> Claim:
 
 
 def _alpha_claim(
-  table: str, quantity: str, printed: float, record: Record | None, reproduction: str
+  table: str, quantity: str, row: PaperRow, records, stand_in: Record | None, file: str
 ) -> Claim:
-  status, ours = (STAND_IN, f"{record.outputs.alpha:.2f}") if record else (WEIGHTS, MISSING)
-  return Claim(table, quantity, f"{printed:.2f}", status, ours, reproduction)
+  """Return the claim of an alpha; `stand_in` is a record of `file`, or None."""
+  status, ours, reproduction = WEIGHTS, MISSING, _WITH_WEIGHTS.format(f"table{table}")
+  if own := _own(records, row):
+    status, ours = MEASURED, f"{own.outputs.alpha:.2f}"
+  elif stand_in:
+    status, ours, reproduction = STAND_IN, f"{stand_in.outputs.alpha:.2f}", _REPRODUCTION[file]
+  return Claim(table, quantity, f"{row['alpha']:.2f}", status, ours, reproduction)
+
+
+def _own(records, row: PaperRow, gamma: float | None = None) -> Record | None:
+  """Return the last record of the paper's own models for a row, with a given gamma or with any."""
+  matches = [r for r in records.get(OWN_RECORDS, ()) if reproduces(r, row)]
+  return next((r for r in reversed(matches) if gamma in (None, r.settings.gamma)), None)
 
 
 def _last_match(records: Iterable[Record], draft: str | None, temperature: float, lenience: float):
@@ -224,7 +243,7 @@ def _last_match(records: Iterable[Record], draft: str | None, temperature: float
 def recorded_claims() -> list[Claim]:
   """Return the claims with the records in `experiments`."""
   paper = {number: load_table(number) for number in range(1, 6)}
-  records = {file: read(EXPERIMENTS / file) for file in RECORDS}
+  records = {file: read(EXPERIMENTS / file) for file in RECORDS if (EXPERIMENTS / file).exists()}
   compiled = predicted(paper[2], lines(EXPERIMENTS / COMPILED_TABLE), "accessed")
   return claims(paper, records, compiled)
 
@@ -242,7 +261,7 @@ def status_table(all_claims: Sequence[Claim] | None = None) -> Table:
       f"{len(group)}",
       " / ".join(claim.printed for claim in group),
       _joined([claim.status for claim in group]),
-      " / ".join(claim.ours for claim in group),
+      *(_column(group, statuses) for statuses in _COLUMNS.values()),
       _joined([claim.reproduction for claim in group]),
     )
     for (table, quantity), group in groups.items()
@@ -250,7 +269,7 @@ def status_table(all_claims: Sequence[Claim] | None = None) -> Table:
   counts = ", ".join(f"{count} {status}" for status, count in status_counts_table(all_claims).rows)
   return Table(
     "Reproduction status of the paper's printed numbers",
-    ("table", "quantity", "numbers", "printed", "status", "ours", "reproduction"),
+    ("table", "quantity", "numbers", "printed", "status", *_COLUMNS, "reproduction"),
     rows,
     (
       f"{len(all_claims)} numbers: {counts}.",
@@ -261,6 +280,12 @@ def status_table(all_claims: Sequence[Claim] | None = None) -> Table:
       "value is Theorem 8 with the best gamma for the printed alpha and c.",
     ),
   )
+
+
+def _column(claims: Sequence[Claim], statuses: Sequence[str]) -> str:
+  """Return our numbers of claims that have one of the given statuses; MISSING for others."""
+  cells = [claim.ours if claim.status in statuses else MISSING for claim in claims]
+  return " / ".join(cells) if {*cells} != {MISSING} else MISSING
 
 
 def _joined(values: Sequence[str]) -> str:

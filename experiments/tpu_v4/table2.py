@@ -48,8 +48,8 @@ NOTES = (
   "alpha and gamma are the paper's, as are its c (profiler traces), EXP (Theorem 8 with v = 1) and "
   "EMP (measured, relative to T5X). Everything to the right of them is computed from compiled "
   "programs.",
-  "c: a draft step / a decode step. v: a target pass over gamma + 1 tokens / a decode step. speed: "
-  "E[tokens] / (gamma c + v), with E[tokens] of Equation 1.",
+  "c: a draft step / a decode step. v: a target pass over gamma + 1 tokens / a decode step.",
+  "Theorem 8: the expected speed, E[tokens] / (gamma c + v), at the paper's alpha.",
   "of bytes: bytes read from and written to HBM, as the compiler counts them. of seconds: the "
   "compiler's own time estimate for the same programs.",
 )
@@ -133,7 +133,7 @@ def table(rows: Sequence[PaperRow], compiled: Sequence[Compiled]) -> Table:
   """
   columns = "task|draft|temp|gamma|alpha|paper c|paper EXP|paper EMP"
   for unit in ("bytes", "seconds"):
-    columns += f"|c of {unit}|v of {unit}|speed of {unit}"
+    columns += f"|c of {unit}|v of {unit}|Theorem 8 of {unit}"
   cells = []
   by_bytes = predicted(rows, compiled, "accessed")
   by_seconds = predicted(rows, compiled, "optimal_seconds")

@@ -15,6 +15,9 @@ import tensorstore
 from specdec_jax.errors import InputError
 
 _BLOCK = 1 << 26  # maximum number of bytes of a remote file in memory
+_SECONDS = 40  # time limit for listing a remote folder
+# tensorstore's default is 32 retries, which take a quarter of an hour without a network.
+_FEW_RETRIES = {"gcs_request_retries": {"max_retries": 3}}
 
 
 def kvstore(folder: str) -> dict[str, str]:
@@ -85,7 +88,10 @@ def _is_remote(path: str) -> bool:
 
 def _keys(folder: str, start: str, end: str) -> list[str]:
   try:
-    store = tensorstore.KvStore.open(kvstore(folder)).result()
-    return [k.decode() for k in store.list(tensorstore.KvStore.KeyRange(start, end)).result()]
+    store = tensorstore.KvStore.open({**kvstore(folder), "context": _FEW_RETRIES}).result()
+    keys = store.list(tensorstore.KvStore.KeyRange(start, end)).result(timeout=_SECONDS)
+    return [key.decode() for key in keys]
+  except TimeoutError:
+    raise InputError(f"{folder} cannot be read: no answer within {_SECONDS} seconds.") from None
   except ValueError as error:
     raise InputError(f"{folder} cannot be read: {str(error).partition(' [')[0]}.") from error

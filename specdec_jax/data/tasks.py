@@ -43,8 +43,8 @@ def sources(
     side: 'inputs', or 'targets' to return the reference outputs instead.
 
   Raises:
-    InputError: seqio is not installed, or there is no such task or split. A dataset of TFDS that is
-      not prepared on this machine raises TFDS's own AssertionError.
+    InputError: seqio is not installed, there is no such task or split, or its dataset is not
+      prepared on this machine.
   """
   if limit is not None:
     require_count("limit", limit)
@@ -59,7 +59,11 @@ def sources(
   registered = seqio.TaskRegistry.get(task)
   if split not in registered.splits:
     raise InputError(f"Task {task} has no split {split}; it has {', '.join(registered.splits)}.")
-  dataset = registered.source.get_dataset(split=split, shuffle=False)
+  try:
+    dataset = registered.source.get_dataset(split=split, shuffle=False)
+  except AssertionError as error:  # from TFDS
+    reason = str(error).partition(".")[0]
+    raise InputError(f"{reason}; `tfds build` prepares it (docs/data.md).") from error
   for step in registered.preprocessors:
     if step is seqio.preprocessors.tokenize:
       break

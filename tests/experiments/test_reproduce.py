@@ -1,6 +1,9 @@
 """Tables of the paper by one command: rows, models, plans, records that are not measured again."""
 
+import contextlib
+import dataclasses
 import functools
+import weakref
 
 import jax
 import pytest
@@ -17,8 +20,12 @@ from experiments.paper.reproduce import (
   reproduce,
   stand_ins,
 )
+from specdec_jax.checkpoints.checkpoint import Checkpoint
+from specdec_jax.data.text import read_lines
+from specdec_jax.errors import InputError
 from specdec_jax.load import checkpoint_draft
 from specdec_jax.measure.records import read
+from specdec_jax.models.sizes import named_config
 
 TEXTS = tiny_pair.SENTENCES[:2]
 
@@ -37,22 +44,40 @@ def checkpoints(**drafts):
 
 
 def test_every_row_of_tables_2_and_4_has_stand_ins():
+  both = dict.fromkeys(("EnDe", "CNNDM"), Task("", list, str))
   for number in (2, 4):
-    found = groups(number, StandIns())
+    found = groups(number, StandIns(), both)
     assert sum(len(group.rows) for group in found) == 12
-    assert [(group.task, group.draft) for group in found] == [
-      (task, draft) for task in ("EnDe", "CNNDM") for draft in ("T5-small", "T5-base", "T5-large")
+    assert [(group.task, group.draft, group.missing) for group in found] == [
+      (task, draft, "")
+      for task in ("EnDe", "CNNDM")
+      for draft in ("T5-small", "T5-base", "T5-large")
     ]
     gammas = [[int(row["gamma"]) for row in group.rows] for group in found]
     assert gammas == [[7, 7], [7, 5], [7, 3], [5, 5], [5, 3], [3, 3]]
 
 
-def test_rows_without_a_model_are_left_out():
-  found = groups(3, checkpoints())
-  assert {group.draft for group in found} == {"Unigram", "Bigram", "T5-small", "T5-base"}
-  assert {group.task for group in found} == {"EnDe", "CNNDM"}
-  by_draft = {group.draft: len(group.rows) for group in groups(5, checkpoints())}
-  assert by_draft == {"Unigram": 4, "Bigram": 4, "T5-small": 8, "T5-base": 4}
+def test_rows_that_cannot_be_measured_are_named(tmp_path, capsys):
+  found = groups(3, checkpoints(), tasks(tmp_path))
+  assert sum(len(group.rows) for group in found) == 32
+  assert {group.draft for group in found if not group.missing} == {
+    *("Unigram", "Bigram", "T5-small", "T5-base")
+  }
+  reproduce(["table3"], checkpoints(), tasks(tmp_path), str(tmp_path), dry_run=True)
+  said = " ".join(capsys.readouterr().out.split())
+  for sentence in (
+    "Not measured: GPT-like (97M) with Unigram, Bigram, GPT-like (6M): never published;",
+    "Not measured: T5-XXL (EnDe) with T5-large: no model is given for T5-large.",
+    "Not measured: T5-XXL (CNNDM) with Unigram, Bigram, T5-small, T5-base, T5-large: no texts are",
+    "Not measured: LaMDA (137B) with LaMDA (100M), LaMDA (2B), LaMDA (8B): never published;",
+  ):
+    assert sentence in said
+  table5 = groups(5, checkpoints(), tasks(tmp_path))
+  assert {group.draft: len(group.rows) for group in table5 if not group.missing} == {
+    **{"Unigram": 4, "Bigram": 4, "T5-small": 8, "T5-base": 4}
+  }
+  with pytest.raises(InputError, match="No row of table2 .*T5-XXL .EnDe.* with T5-small, T5-base"):
+    reproduce(["table2"], Checkpoints(), tasks(tmp_path), str(tmp_path), dry_run=True)
 
 
 def test_speeds_are_measured_once_with_the_gammas_of_the_paper(tmp_path, capsys, monkeypatch):
@@ -125,7 +150,7 @@ def test_dry_run_prints_memory_and_time_and_measures_nothing(tmp_path, capsys, m
   assert capsys.readouterr().out.count(" EnDe ") == 2
   plan(["table2"], models=checkpoints(), tasks=tasks(tmp_path))
   said = capsys.readouterr().out
-  assert "Checkpoints: T5-XXL: " in said and "Stand-ins" not in said
+  assert "Checkpoints, not the paper's models: T5-XXL: " in said and "Stand-ins" not in said
   assert not [*tmp_path.glob("*/*/results.jsonl")]
 
 
@@ -135,7 +160,8 @@ def test_stand_ins_of_the_papers_sizes(true_sizes, monkeypatch):
   models = stand_ins(true_sizes)
   sizes = {"T5-XXL": "xxl", "T5-large": "large", "T5-base": "base", "T5-small": "small"}
   assert models == StandIns(sizes, "bfloat16") != stand_ins(False) == StandIns()
-  assert sum(len(group.rows) for group in groups(2, models)) == 12
+  both = dict.fromkeys(("EnDe", "CNNDM"), Task("", list, str))
+  assert sum(len(group.rows) for group in groups(2, models, both) if not group.missing) == 12
 
 
 def test_stand_ins_share_the_target_and_simulate_the_alpha_of_the_row(tmp_path):
@@ -153,3 +179,68 @@ def test_the_target_is_loaded_once_for_all_drafts(tmp_path):
   assert first.target.params is second.target.params and first.draft.name != second.draft.name
   assert (first.task, first.max_source_tokens) == ("wmt14_ende", 24)
   assert checkpoint_draft(first.target, models.paths["T5-small"]).name == first.draft.name
+
+
+def test_each_task_has_its_own_target_and_one_is_in_memory(tmp_path, monkeypatch):
+  loaded = []
+
+  def load_pair(target, *args, **kwargs):
+    assert all(array() is None for array in loaded), "the target before is still in memory"
+    pair = module_load_pair(target, *args, **kwargs)
+    loaded.append(weakref.ref(jax.tree.leaves(pair.target.params)[0]))
+    return pair
+
+  module_load_pair = module.load_pair
+  monkeypatch.setattr(module, "load_pair", load_pair)
+  monkeypatch.setattr(module, "_LOADED", {})
+  first = tasks(tmp_path)["EnDe"]
+  paths = {name: str(tiny_pair.folder() / "near") for name in ("T5-XXL", "T5-small")}
+  other = dataclasses.replace(first, name="cnn_dm", paths=paths)
+  models = dataclasses.replace(checkpoints(**{"T5-base": "near"}), papers_own=True)
+  reproduce(
+    ["table3", "table5"],
+    models,
+    dict(EnDe=first, CNNDM=other),
+    str(tmp_path / "runs"),
+    min_tokens=8,
+  )
+  assert len(loaded) == 2
+  records = [read(tmp_path / f"runs/alphas3/{task}/results.jsonl") for task in ("EnDe", "CNNDM")]
+  for of_task, path in zip(records, ("target", "near")):
+    assert {r.models.target for r in of_task} == {"the paper's T5-XXL"}
+    assert all(r.models.target_path.endswith(path) for r in of_task)
+  assert {r.models.draft for r in records[0]} == {"the paper's T5-base", "unigram", "bigram"}
+  assert "the paper's T5-small" in {r.models.draft for r in records[1]}
+
+
+@pytest.mark.parametrize("absent", ["texts", "targets", "checkpoint"])
+def test_what_is_missing_is_reported_before_weights_are_loaded(tmp_path, monkeypatch, absent):
+  monkeypatch.setattr(
+    module, "load_pair", lambda *args, **kwargs: pytest.fail("weights are loaded")
+  )
+  monkeypatch.setattr(module, "_LOADED", {})
+  task, models = tasks(tmp_path)["EnDe"], checkpoints()
+  if absent == "texts":
+    task = dataclasses.replace(task, sources=lambda: read_lines("texts"))
+  elif absent == "targets":
+    task = dataclasses.replace(task, target_text=lambda: "targets")
+  else:
+    models = dataclasses.replace(
+      models, paths=models.paths | {"T5-large": "checkpoint"}, version="1.1"
+    )
+  with pytest.raises(InputError, match=f"There is no .*{absent}"):
+    reproduce(["table3"], models, {"EnDe": task}, str(tmp_path / "runs"), num_texts=1)
+
+
+@pytest.mark.parametrize(
+  "path, version", [("t5_11B", "1.0"), ("flan-t5-xxl", "1.1"), ("xxl", "1.1")]
+)
+def test_t5_1_0_and_flan_t5_cannot_be_declared_as_the_papers_own(
+  tmp_path, monkeypatch, path, version
+):
+  opened = Checkpoint(path, named_config(version, "small"), {})
+  monkeypatch.setattr(module, "open_checkpoint", lambda path: opened)
+  models = Checkpoints({"T5-XXL": path}, papers_own=True)
+  is_other = pytest.raises(InputError, match="is T5 1.0 or Flan-T5")
+  with contextlib.nullcontext() if path == "xxl" else is_other:
+    models.open("T5-XXL", tasks(tmp_path)["EnDe"])

@@ -31,6 +31,15 @@ def test_every_printed_number_counts_once():
     status.WEIGHTS_AND_TPU: "15",
     status.WEIGHTS: "47",
   }
+  (lamda,) = {c.reproduction for c in claims if "LaMDA" in c.quantity}
+  assert "runs only the shapes" in lamda
+  commands = [
+    c.reproduction for c in claims if c.status == status.WEIGHTS and c.reproduction != lamda
+  ]
+  assert {*commands} == {
+    f"`specdec reproduce {name} --gin_file=experiments/paper/fine_tuned.gin`"
+    for name in ("table3", "table5")
+  }
   table = status.status_table(claims)
   assert sum(int(row[2]) for row in table.rows) == 95 and "95 numbers" in table.notes[0]
 
@@ -60,6 +69,35 @@ def test_compiled_estimates_are_shown_with_the_speed_and_c_of_their_row():
   assert other.status == status.WEIGHTS_AND_TPU
   (c,) = select(claims, "4", "c; T5-large")
   assert (c.printed, c.ours, c.status) == ("0.11", "0.074", status.COMPILED)
+
+
+def test_only_records_of_the_papers_own_models_have_their_status():
+  ende = RECORD.replace(task="wmt14_ende", alpha=0.7549, speedup=3.26, gamma=7)
+  own = ende.replace(target="the paper's T5-XXL", draft="the paper's T5-small")
+  base = own.replace(draft="the paper's T5-base", temperature=1.0, lenience=0.3, alpha=0.8149)
+  others = [ende.replace(target="t5_11B", draft="t5_small"), own.replace(gamma=5, speedup=3.0)]
+  row = dict(task="EnDe", m_q="T5-small", temperature=0.0, c=0.01, speed=3.3)
+  claims = all_claims({"paper/results.jsonl": [own, base, *others[1:]]}, [row])
+  alpha, _ = select(claims, "3", "T5-XXL (EnDe), T5-small")
+  speed, sampled = select(claims, "2, 4", "EnDe, T5-small")
+  lenient = select(claims, "5", "T5-BASE")
+  assert (alpha.status, alpha.ours, alpha.printed) == (status.MEASURED, "0.75", "0.75")
+  assert (speed.status, speed.ours, speed.printed) == (status.MEASURED, "3.3", "3.4")
+  assert "over own" in speed.reproduction and sampled.status == status.WEIGHTS_AND_TPU
+  assert [(c.status, c.ours) for c in lenient if c.ours != "-"] == [(status.MEASURED, "0.81")]
+  assert dict(status.status_counts_table(claims).rows)[status.MEASURED] == "3"
+  claims = all_claims({"paper/results.jsonl": others[:1]})
+  assert dict(status.status_counts_table(claims).rows)[status.MEASURED] == "0"
+
+
+def test_each_number_of_ours_is_in_the_column_of_its_kind():
+  table = status.status_table()
+  headings = "computed", "compiled (speed: Theorem 8 with the paper's alpha)", "measured"
+  for cells in (dict(zip(table.columns, row, strict=True)) for row in table.rows):
+    kinds = [heading for heading in headings if cells[heading] != "-"]
+    assert len(kinds) == (0 if cells["status"] == status.WEIGHTS else 1)
+    if kinds:
+      assert cells["status"].startswith(kinds[0].partition(" ")[0])
 
 
 @pytest.mark.parametrize("number, field", [(1, "speed"), (4, "exp")])

@@ -34,6 +34,7 @@ AFTER = [
   ("experiments/trees/trees.gin", "gin/drafts/cascade.gin", "gin/verifiers/blocks.gin"),
   ("experiments/beams/beams.gin", "gin/models/gpt2.gin"),
   ("experiments/paper/reproduce.gin", "experiments/paper/t5_1_0.gin"),
+  ("experiments/paper/reproduce.gin", "experiments/paper/fine_tuned.gin"),
 ]
 
 
