@@ -45,7 +45,7 @@ from specdec_jax.drafts.other_vocabulary import OtherVocabularyModel, OtherVocab
 from specdec_jax.drafts.prompt_lookup import PromptLookupDraft, prompt_lookup
 from specdec_jax.drafts.realigned import RealignedDraft
 from specdec_jax.drafts.retrieval import retrieval
-from specdec_jax.drafts.several import CascadeDraft, ForestDraft
+from specdec_jax.drafts.several import CascadeDraft, FastestDraft, ForestDraft
 from specdec_jax.drafts.stopping import AdaptiveStoppingDraft, StopAtMissDraft, StoppingDraft
 from specdec_jax.drafts.token_recycling import token_recycling
 from specdec_jax.drafts.uniform import uniform
@@ -256,6 +256,16 @@ def cascade(models: Models, sampling: Sampling, tree: Tree):
   return CascadeDraft(drafts, V), (models.params, models.draft_params, ())
 
 
+def fastest(models: Models, sampling: Sampling, tree: Tree):
+  """Choice between the target and the draft model, which are tried after two idle rounds."""
+  on_time, late = (
+    tuple(ModelDraft(m, sampling, tree, rereading(count)) for m in (models.target, models.draft))
+    for count in (4, 12)
+  )
+  draft = FastestDraft(on_time, late, (0.8, 0.8), (0.1, 0.1), V, patience=2)
+  return draft, (tiny.near(models.params, 5, 0.2), models.draft_params)
+
+
 def learned(kind: str, layers: tuple[int, ...] | None = None):
   """Return a learned head with random parameters."""
 
@@ -328,6 +338,7 @@ CASES = {
   "stopping": (t5, stopping, chain(4), TokenVerifier),
   "stopping, adaptive": (t5, adaptive_stopping, chain(4), TokenVerifier),
   "cascade": (gpt, cascade, chain(4), TokenVerifier),
+  "fastest": (gpt, fastest, chain(3), TokenVerifier),
   "heads": (gpt, learned("heads"), RAGGED, TokenVerifier),
   "EAGLE": (t5, learned("eagle"), RAGGED, TokenVerifier),
   "EAGLE, dynamic": (gpt, learned("eagle"), DynamicTree(9, 3), TokenVerifier),
@@ -630,7 +641,9 @@ def test_samples_have_the_targets_joint_distribution(case, method):
 
 @pytest.mark.parametrize(
   "case",
-  marked(["tree, GPT", "dynamic", "drafts joined", "hierarchical, GPT", "cascade", "stopping"]),
+  marked(
+    ["tree, GPT", "dynamic", "drafts joined", "hierarchical, GPT", "cascade", "fastest", "stopping"]
+  ),
 )
 def test_incremental_draft_state_equals_a_full_reread(case, monkeypatch):
   """After each of three rounds, the draft proposes the same tokens as after rereading the whole

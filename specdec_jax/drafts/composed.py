@@ -24,7 +24,7 @@ from specdec_jax.drafts.hierarchical import HierarchicalDraft
 from specdec_jax.drafts.model import ModelDraft
 from specdec_jax.drafts.prompt_lookup import prompt_lookup
 from specdec_jax.drafts.realigned import RealignedDraft
-from specdec_jax.drafts.several import CascadeDraft, FallbackDraft, ForestDraft
+from specdec_jax.drafts.several import CascadeDraft, FallbackDraft, FastestDraft, ForestDraft
 from specdec_jax.drafts.stopping import AdaptiveStoppingDraft, StopAtMissDraft, StoppingDraft
 from specdec_jax.errors import InputError, require_count, shown
 
@@ -100,6 +100,33 @@ def cascade_draft(target: Loaded, drafts: Sequence[LoadsDraft], gammas: Sequence
     return CascadeDraft(tuple(built), len(target.vocabulary))
 
   name = ", then ".join(spec.name for spec in specs)
+  return _joined(name, build, specs)
+
+
+def fastest_draft(
+  target: Loaded,
+  drafts: Sequence[LoadsDraft],
+  alphas: Sequence[float],
+  costs: Sequence[float],
+) -> DraftSpec:
+  """Return a draft that uses, in each round, the draft with the highest expected speed (Section 6).
+
+  Args:
+    drafts: drafts to choose from.
+    alphas: estimate of alpha of each draft at the start of a text.
+    costs: cost ratio c of each draft, as `specdec speedup` measures it.
+  """
+  specs = [draft(target) for draft in drafts]
+
+  def build(sampling: Sampling, tree: AnyTree, options=DraftOptions()) -> FastestDraft:
+    def built(num_rounds: int) -> tuple[Draft, ...]:
+      count = num_rounds * (tree.depth + 1)
+      return tuple(spec.build(sampling, tree, _rereading(options, count)) for spec in specs)
+
+    draft = FastestDraft(built(1), built(1), tuple(alphas), tuple(costs), len(target.vocabulary))
+    return dataclasses.replace(draft, late_drafts=built(draft.most_idle + 1))
+
+  name = "fastest of " + ", ".join(spec.name for spec in specs)
   return _joined(name, build, specs)
 
 
