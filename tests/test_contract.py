@@ -36,7 +36,7 @@ from specdec_jax.drafts.backoff import backoff_ngrams
 from specdec_jax.drafts.composed import prompt_lookup_or_ngrams
 from specdec_jax.drafts.dynamic import DynamicDraft
 from specdec_jax.drafts.heads import new_head
-from specdec_jax.drafts.hierarchical import HierarchicalDraft
+from specdec_jax.drafts.hierarchical import HierarchicalDraft, chain_with_siblings
 from specdec_jax.drafts.layer_skip import layer_skip
 from specdec_jax.drafts.lookahead import lookahead
 from specdec_jax.drafts.model import ModelDraft
@@ -216,6 +216,12 @@ def hierarchical(models: Models, sampling: Sampling, tree: Tree):
   return draft, (models.draft_params, models.params)
 
 
+def hierarchical_trees(models: Models, sampling: Sampling, tree: Tree):
+  inner = ModelDraft(models.target, sampling, branching(2, 1), rereading(4))
+  draft = HierarchicalDraft(models.draft, inner, sampling, chain_with_siblings(tree.depth, 2))
+  return draft, (models.draft_params, models.params)
+
+
 def two_levels(models: Models, sampling: Sampling, tree: Tree):
   """Two-level hierarchical draft in which the target drafts at each level. All tokens are accepted,
   so the lower levels have the maximum number of tokens to reread."""
@@ -359,6 +365,7 @@ CASES = {
   ),
   "uniform": (t5, drafted(uniform), branching(2, 1), TokenVerifier),
   "hierarchical": (t5, hierarchical, chain(4), TokenVerifier),
+  "hierarchical, trees": (t5, hierarchical_trees, chain(4), TokenVerifier),
   "hierarchical, GPT": (gpt, two_levels, chain(3), BlockVerifier),
   "bigrams": (t5, bigrams, chain(2), BlockVerifier),
   "dynamic": (t5, dynamic_near, DynamicTree(6, 3), TokenVerifier),
@@ -418,6 +425,7 @@ SAMPLED = [
     for case, method in [
       ("dynamic", "temperature 1"),
       ("greedy siblings", "temperature 1"),
+      ("hierarchical, trees", "temperature 1"),
       ("drafts joined", "top-k"),
       ("cascade", "temperature 1"),
       ("T5Gemma", "temperature 1"),
@@ -642,7 +650,16 @@ def test_samples_have_the_targets_joint_distribution(case, method):
 @pytest.mark.parametrize(
   "case",
   marked(
-    ["tree, GPT", "dynamic", "drafts joined", "hierarchical, GPT", "cascade", "fastest", "stopping"]
+    [
+      "tree, GPT",
+      "dynamic",
+      "drafts joined",
+      "hierarchical, GPT",
+      "hierarchical, trees",
+      "cascade",
+      "fastest",
+      "stopping",
+    ]
   ),
 )
 def test_incremental_draft_state_equals_a_full_reread(case, monkeypatch):
