@@ -110,21 +110,22 @@ def serve_and_distill(
   every: int = 50,
   gamma: int = 5,
   temperature: float = 0.0,
-  learning_rate: float = 0.003,
+  learning_rate: float = 0.001,
   texts_per_step: int = 8,
+  only_rejected: bool = False,
   max_new_tokens: int = 64,
   seed: int = 0,
 ) -> None:
   """Decode files with a frozen draft model and one that is distilled online; print a table.
 
-  After each text, one optimizer step moves the draft model towards the target's distributions at
-  the positions of the rejected draft tokens of the last `texts_per_step` texts (online speculative
-  decoding; Liu et al., 2024). The texts are the target's outputs. Other arguments and the records
-  are those of `serve_and_learn`.
+  After each text, one optimizer step moves the draft model towards the target's distributions in
+  the last `texts_per_step` outputs (online speculative decoding; Liu et al., 2024). Other arguments
+  and the records are those of `serve_and_learn`.
 
   Args:
     pair: target and draft. Its `kernels` must be 'xla', and its draft a model.
     texts_per_step: number of texts in the batch of an optimizer step.
+    only_rejected: whether to learn only at the positions of rejected draft tokens.
 
   Raises:
     InputError: the draft is not a model, or `results.jsonl` exists.
@@ -159,27 +160,35 @@ def serve_and_distill(
     nonlocal learned
     params = Params(pair.target.params, learned.params)
     result = jax.device_get(decoder.run(params, prompt, keys, max_new_tokens=max_new_tokens))
-    served.append(_rejected(prompt, result, gamma, pair.vocabulary.pad_id))
+    is_learned = _is_rejected(result, gamma) if only_rejected else True
+    served.append(_distillation_batch(prompt, result, is_learned, pair.vocabulary.pad_id))
     if len(served) == texts_per_step:  # all steps have one shape
       batch = jax.tree.map(lambda *rows: np.concatenate(rows), *served)
       learned = step(learned, pair.target.params, batch)
     return result
 
-  comparison.run("distilled", decode)
+  comparison.run("distilled where rejected" if only_rejected else "distilled", decode)
 
 
-def _rejected(prompt: Array, result: DecodeResult, gamma: int, pad_id: int) -> Batch:
-  """Return a text, with weight 1 where a draft token was rejected and 0 elsewhere."""
-  weights = np.zeros(result.tokens.shape, np.float32)
+def _is_rejected(result: DecodeResult, gamma: int) -> np.ndarray:
+  """Return whether a draft token was rejected at each position of a text, [1, T]."""
+  is_rejected = np.zeros(result.tokens.shape, bool)
   rounds, length = result.rounds, 0
   for accepted, emitted in zip(rounds.num_accepted[:, 0], rounds.num_emitted[:, 0]):
     if accepted < gamma and emitted == accepted + 1:
-      weights[0, length + accepted] = 1
+      is_rejected[0, length + accepted] = True
     length += emitted
+  return is_rejected
+
+
+def _distillation_batch(
+  prompt: Array, result: DecodeResult, is_learned: np.ndarray | bool, pad_id: int
+) -> Batch:
+  """Return a text, with weight 1 where the draft learns and 0 elsewhere."""
   source = np.where(prompt == pad_id, NO_TOKEN, prompt)
-  is_token = np.arange(weights.shape[1]) < result.lengths[:, None]
-  targets = np.where(is_token, result.tokens, NO_TOKEN)
-  return Batch(source, targets, targets[..., None], weights[..., None])
+  is_token = np.arange(result.tokens.shape[1]) < result.lengths[:, None]
+  targets = np.where(is_token, result.tokens, NO_TOKEN)[..., None]
+  return Batch(source, targets[..., 0], targets, (is_token & is_learned)[..., None])
 
 
 def serve_and_store(
