@@ -38,7 +38,7 @@ from specdec_jax.drafts.backoff import backoff_ngrams
 from specdec_jax.drafts.composed import prompt_lookup_or_ngrams
 from specdec_jax.drafts.dynamic import DynamicDraft
 from specdec_jax.drafts.heads import new_head
-from specdec_jax.drafts.hierarchical import HierarchicalDraft
+from specdec_jax.drafts.hierarchical import HierarchicalDraft, chain_with_siblings
 from specdec_jax.drafts.layer_skip import layer_skip
 from specdec_jax.drafts.lookahead import lookahead
 from specdec_jax.drafts.model import ModelDraft
@@ -47,7 +47,7 @@ from specdec_jax.drafts.other_vocabulary import OtherVocabularyModel, OtherVocab
 from specdec_jax.drafts.prompt_lookup import PromptLookupDraft, prompt_lookup
 from specdec_jax.drafts.realigned import RealignedDraft
 from specdec_jax.drafts.retrieval import retrieval
-from specdec_jax.drafts.several import CascadeDraft, ForestDraft
+from specdec_jax.drafts.several import CascadeDraft, FastestDraft, ForestDraft
 from specdec_jax.drafts.stopping import AdaptiveStoppingDraft, StopAtMissDraft, StoppingDraft
 from specdec_jax.drafts.token_recycling import token_recycling
 from specdec_jax.drafts.uniform import uniform
@@ -221,6 +221,12 @@ def hierarchical(models: Models, sampling: Sampling, tree: Tree):
   return draft, (models.draft_params, models.params)
 
 
+def hierarchical_trees(models: Models, sampling: Sampling, tree: Tree):
+  inner = ModelDraft(models.target, sampling, branching(2, 1), rereading(4))
+  draft = HierarchicalDraft(models.draft, inner, sampling, chain_with_siblings(tree.depth, 2))
+  return draft, (models.draft_params, models.params)
+
+
 def two_levels(models: Models, sampling: Sampling, tree: Tree):
   """Two-level hierarchical draft in which the target drafts at each level. All tokens are accepted,
   so the lower levels have the maximum number of tokens to reread."""
@@ -259,6 +265,16 @@ def cascade(models: Models, sampling: Sampling, tree: Tree):
     PromptLookupDraft(V, chain(1), 2),
   )
   return CascadeDraft(drafts, V), (models.params, models.draft_params, ())
+
+
+def fastest(models: Models, sampling: Sampling, tree: Tree):
+  """Choice between the target and the draft model, which are tried after two idle rounds."""
+  on_time, late = (
+    tuple(ModelDraft(m, sampling, tree, rereading(count)) for m in (models.target, models.draft))
+    for count in (4, 12)
+  )
+  draft = FastestDraft(on_time, late, (0.8, 0.8), (0.1, 0.1), V, patience=2)
+  return draft, (tiny.near(models.params, 5, 0.2), models.draft_params)
 
 
 def learned(kind: str, layers: tuple[int, ...] | None = None):
@@ -334,6 +350,7 @@ CASES = {
   "stopping": (t5, stopping, chain(4), TokenVerifier),
   "stopping, adaptive": (t5, adaptive_stopping, chain(4), TokenVerifier),
   "cascade": (gpt, cascade, chain(4), TokenVerifier),
+  "fastest": (gpt, fastest, chain(3), TokenVerifier),
   "heads": (gpt, learned("heads"), RAGGED, TokenVerifier),
   "EAGLE": (t5, learned("eagle"), RAGGED, TokenVerifier),
   "EAGLE, dynamic": (gpt, learned("eagle"), DynamicTree(9, 3), TokenVerifier),
@@ -354,6 +371,7 @@ CASES = {
   ),
   "uniform": (t5, drafted(uniform), branching(2, 1), TokenVerifier),
   "hierarchical": (t5, hierarchical, chain(4), TokenVerifier),
+  "hierarchical, trees": (t5, hierarchical_trees, chain(4), TokenVerifier),
   "hierarchical, GPT": (gpt, two_levels, chain(3), BlockVerifier),
   "bigrams": (t5, bigrams, chain(2), BlockVerifier),
   "dynamic": (t5, dynamic_near, DynamicTree(6, 3), TokenVerifier),
@@ -417,6 +435,7 @@ SAMPLED = [
       ("dynamic", "temperature 1"),
       ("greedy siblings", "temperature 1"),
       ("rejection", "top-k"),
+      ("hierarchical, trees", "temperature 1"),
       ("drafts joined", "top-k"),
       ("cascade", "temperature 1"),
       ("T5Gemma", "temperature 1"),
@@ -653,7 +672,18 @@ def test_samples_have_the_targets_joint_distribution(case, method):
 
 @pytest.mark.parametrize(
   "case",
-  marked(["tree, GPT", "dynamic", "drafts joined", "hierarchical, GPT", "cascade", "stopping"]),
+  marked(
+    [
+      "tree, GPT",
+      "dynamic",
+      "drafts joined",
+      "hierarchical, GPT",
+      "hierarchical, trees",
+      "cascade",
+      "fastest",
+      "stopping",
+    ]
+  ),
 )
 def test_incremental_draft_state_equals_a_full_reread(case, monkeypatch):
   """After each of three rounds, the draft proposes the same tokens as after rereading the whole
@@ -687,6 +717,8 @@ def test_incremental_draft_state_equals_a_full_reread(case, monkeypatch):
       want = want[np.arange(6), state.length - 1]
       np.testing.assert_allclose(state.hidden, want, atol=1e-5)
     state = step(state)
+    if case == "fastest":  # the choice depends on earlier rounds; only the caches are new
+      of_prompt = state.draft_state._replace(inner=of_prompt.inner)
     got = propose(state.draft_state, state.context)
     with monkeypatch.context() as patched:
       for module in drafts_model, drafts_dynamic, drafts_hierarchical:

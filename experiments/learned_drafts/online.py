@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from jax import Array
 from jaxtyping import Float, Int, Key
@@ -31,6 +32,7 @@ from specdec_jax.core.types import DecodeResult, Outcome, Params, Proposal, Wrap
 from specdec_jax.data.text import read_lines
 from specdec_jax.drafts.heads.base import Source
 from specdec_jax.drafts.heads.stateless import SpeculatorDraft, source_of
+from specdec_jax.drafts.model import ModelDraft
 from specdec_jax.drafts.retrieval import Datastore, with_texts
 from specdec_jax.errors import InputError
 from specdec_jax.measure import records
@@ -39,6 +41,8 @@ from specdec_jax.measure.records import Record, settings_to_measure
 from specdec_jax.measure.tables import LENGTH, MISSING, Table, render
 from specdec_jax.models.families import module_of
 from specdec_jax.pair import Pair
+from specdec_jax.train.batches import NO_TOKEN, Batch
+from specdec_jax.train.objectives import teacher_forced
 
 Decode = Callable[[Int[Array, "1 P"], Key[Array, " 1"]], DecodeResult]
 
@@ -96,6 +100,95 @@ def serve_and_learn(
     return result
 
   comparison.run("online", decode)
+
+
+def serve_and_distill(
+  pair: Pair,
+  inputs: Sequence[str],
+  output_dir: str,
+  num_texts: int = 200,
+  every: int = 50,
+  gamma: int = 5,
+  temperature: float = 0.0,
+  learning_rate: float = 0.001,
+  texts_per_step: int = 8,
+  only_rejected: bool = False,
+  max_new_tokens: int = 64,
+  seed: int = 0,
+) -> None:
+  """Decode files with a frozen draft model and one that is distilled online; print a table.
+
+  After each text, one optimizer step moves the draft model towards the target's distributions in
+  the last `texts_per_step` outputs (online speculative decoding; Liu et al., 2024). Other arguments
+  and the records are those of `serve_and_learn`.
+
+  Args:
+    pair: target and draft. Its `kernels` must be 'xla', and its draft a model.
+    texts_per_step: number of texts in the batch of an optimizer step.
+    only_rejected: whether to learn only at the positions of rejected draft tokens.
+
+  Raises:
+    InputError: the draft is not a model, or `results.jsonl` exists.
+  """
+  settings = DecodeSettings(Sampling(temperature), max_new_tokens=max_new_tokens, seed=seed)
+  comparison = _Comparison(pair, inputs, output_dir, num_texts, every, gamma, settings)
+  draft = pair.draft.build(settings.sampling, chain(gamma))
+  if not isinstance(draft, ModelDraft):
+    raise InputError(f"{pair.draft.name} is not a draft model; give one.")
+  decoder = pair.decoder(settings.sampling, chain(gamma))
+  target_module, module = (module_of(each.model.config) for each in (pair.target, draft))
+  optimizer = optax.adafactor(learning_rate)
+
+  @jax.jit
+  def step(learned: LearnedState, target_params: Any, batch: Batch) -> LearnedState:
+    p = jax.nn.softmax(teacher_forced(target_module, target_params, batch))
+
+    def loss(params: Any) -> Array:
+      cross_entropy = -(p * jax.nn.log_softmax(teacher_forced(module, params, batch))).sum(axis=-1)
+      weights = batch.weights[..., 0]
+      return (cross_entropy * weights).sum() / jnp.maximum(weights.sum(), 1)
+
+    updates, opt_state = optimizer.update(
+      jax.grad(loss)(learned.params), learned.opt_state, learned.params
+    )
+    return LearnedState(optax.apply_updates(learned.params, updates), opt_state)
+
+  learned = LearnedState(pair.draft.params, optimizer.init(pair.draft.params))
+  served: collections.deque[Batch] = collections.deque(maxlen=texts_per_step)
+
+  def decode(prompt: Int[Array, "1 P"], keys: Key[Array, " 1"]) -> DecodeResult:
+    nonlocal learned
+    params = Params(pair.target.params, learned.params)
+    result = jax.device_get(decoder.run(params, prompt, keys, max_new_tokens=max_new_tokens))
+    is_learned = _is_rejected(result, gamma) if only_rejected else True
+    served.append(_distillation_batch(prompt, result, is_learned, pair.vocabulary.pad_id))
+    if len(served) == texts_per_step:  # all steps have one shape
+      batch = jax.tree.map(lambda *rows: np.concatenate(rows), *served)
+      learned = step(learned, pair.target.params, batch)
+    return result
+
+  comparison.run("distilled where rejected" if only_rejected else "distilled", decode)
+
+
+def _is_rejected(result: DecodeResult, gamma: int) -> np.ndarray:
+  """Return whether a draft token was rejected at each position of a text, [1, T]."""
+  is_rejected = np.zeros(result.tokens.shape, bool)
+  rounds, length = result.rounds, 0
+  for accepted, emitted in zip(rounds.num_accepted[:, 0], rounds.num_emitted[:, 0]):
+    if accepted < gamma and emitted == accepted + 1:
+      is_rejected[0, length + accepted] = True
+    length += emitted
+  return is_rejected
+
+
+def _distillation_batch(
+  prompt: Array, result: DecodeResult, is_learned: np.ndarray | bool, pad_id: int
+) -> Batch:
+  """Return a text, with weight 1 where the draft learns and 0 elsewhere."""
+  source = np.where(prompt == pad_id, NO_TOKEN, prompt)
+  is_token = np.arange(result.tokens.shape[1]) < result.lengths[:, None]
+  targets = np.where(is_token, result.tokens, NO_TOKEN)[..., None]
+  return Batch(source, targets[..., 0], targets, (is_token & is_learned)[..., None])
 
 
 def serve_and_store(
@@ -249,7 +342,7 @@ class LearnedState(NamedTuple):
   """State of an online draft that is carried from one batch of texts to the next.
 
   Attributes:
-    params: current parameters of the draft head.
+    params: current parameters of the draft head or model.
     opt_state: state of the optimizer.
   """
 

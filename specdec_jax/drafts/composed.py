@@ -16,15 +16,14 @@ from specdec_jax.core.trees import (
   branching,
   chain,
   require_chain,
-  require_static,
 )
 from specdec_jax.core.types import BuildDraft, Draft, DraftOptions, DraftSpec, Loaded
 from specdec_jax.drafts.backoff import backoff_ngrams
-from specdec_jax.drafts.hierarchical import HierarchicalDraft
+from specdec_jax.drafts.hierarchical import HierarchicalDraft, chain_with_siblings
 from specdec_jax.drafts.model import ModelDraft
 from specdec_jax.drafts.prompt_lookup import prompt_lookup
 from specdec_jax.drafts.realigned import RealignedDraft
-from specdec_jax.drafts.several import CascadeDraft, FallbackDraft, ForestDraft
+from specdec_jax.drafts.several import CascadeDraft, FallbackDraft, FastestDraft, ForestDraft
 from specdec_jax.drafts.stopping import AdaptiveStoppingDraft, StopAtMissDraft, StoppingDraft
 from specdec_jax.errors import InputError, require_count, shown
 
@@ -32,26 +31,28 @@ LoadsDraft = Callable[[Loaded], DraftSpec]
 
 
 def hierarchical_draft(
-  target: Loaded, draft: LoadsDraft, inner: LoadsDraft, inner_gamma: int = 3
+  target: Loaded, draft: LoadsDraft, inner: LoadsDraft, inner_gamma: int = 3, width: int = 1
 ) -> DraftSpec:
   """Return a draft whose model is itself decoded speculatively with a cheaper draft (Section 6).
 
   Args:
     draft: loads the draft model.
-    inner: loads the cheaper draft, which may be hierarchical too.
+    inner: loads the cheaper draft, which may be hierarchical too, or a tree (`tree_draft`).
     inner_gamma: number of draft tokens that the cheaper draft proposes per round.
+    width: number of tokens proposed for each position; all follow the first of the last position.
   """
   model, cheaper = (load(target) for load in (draft, inner))
 
   def build(sampling: Sampling, tree: AnyTree, options=DraftOptions()) -> HierarchicalDraft:
     options = DraftOptions(options.processors, reread=options.reread)
-    tree = require_static("a hierarchical draft", tree)
+    tree = chain_with_siblings(require_chain("a hierarchical draft", tree).depth, width)
     outer = _build_model(model, sampling, tree, options)
     inner_options = dataclasses.replace(options, reread=options.reread + 2)
     draft_tokens = cheaper.build(sampling, chain(inner_gamma), inner_options)
     return HierarchicalDraft(outer.model, draft_tokens, sampling, tree, options)
 
-  return _joined(f"{model.name} by {cheaper.name}", build, [model, cheaper])
+  name = f"{model.name} by {cheaper.name}" + (f", width {width}" if width > 1 else "")
+  return _joined(name, build, [model, cheaper])
 
 
 def forest_draft(target: Loaded, drafts: Sequence[LoadsDraft]) -> DraftSpec:
@@ -100,6 +101,33 @@ def cascade_draft(target: Loaded, drafts: Sequence[LoadsDraft], gammas: Sequence
     return CascadeDraft(tuple(built), len(target.vocabulary))
 
   name = ", then ".join(spec.name for spec in specs)
+  return _joined(name, build, specs)
+
+
+def fastest_draft(
+  target: Loaded,
+  drafts: Sequence[LoadsDraft],
+  alphas: Sequence[float],
+  costs: Sequence[float],
+) -> DraftSpec:
+  """Return a draft that uses, in each round, the draft with the highest expected speed (Section 6).
+
+  Args:
+    drafts: drafts to choose from.
+    alphas: estimate of alpha of each draft at the start of a text.
+    costs: cost ratio c of each draft, as `specdec speedup` measures it.
+  """
+  specs = [draft(target) for draft in drafts]
+
+  def build(sampling: Sampling, tree: AnyTree, options=DraftOptions()) -> FastestDraft:
+    def built(num_rounds: int) -> tuple[Draft, ...]:
+      count = num_rounds * (tree.depth + 1)
+      return tuple(spec.build(sampling, tree, _rereading(options, count)) for spec in specs)
+
+    draft = FastestDraft(built(1), built(1), tuple(alphas), tuple(costs), len(target.vocabulary))
+    return dataclasses.replace(draft, late_drafts=built(draft.most_idle + 1))
+
+  name = "fastest of " + ", ".join(spec.name for spec in specs)
   return _joined(name, build, specs)
 
 

@@ -1,10 +1,14 @@
-"""A draft model that is itself accelerated by speculative decoding, to any depth (Section 6)."""
+"""A draft model that is itself accelerated by speculative decoding, to any depth (Section 6).
+
+Both levels may be trees, as in staged speculative decoding (Spector and Re, 2023).
+"""
 
 import dataclasses
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import Array
 from jaxtyping import Float, Int, Key
 
@@ -12,8 +16,8 @@ from specdec_jax.core.arrays import gather, gather_or_zero, place_tokens, split_
 from specdec_jax.core.context import Context, Prefixes, text_prefixes
 from specdec_jax.core.decode import Decoder, DecodeState, empty_rounds
 from specdec_jax.core.processors import LogitsProcessor, process
-from specdec_jax.core.sampling import Sampling, distribution, sample_logits
-from specdec_jax.core.trees import Tree, require_chain
+from specdec_jax.core.sampling import Sampling, distribution, sample_logits, sample_siblings
+from specdec_jax.core.trees import Tree
 from specdec_jax.core.types import (
   Draft,
   DraftOptions,
@@ -34,15 +38,17 @@ class HierarchicalDraft(Draft):
 
   The first token is sampled from the model. The other tokens are decoded from the model with
   `inner` and token verification. This is exact, so the q of each token is the distribution of the
-  model.
+  model. Its logits at the tokens of the chain also give each token siblings, which are leaves of
+  the tree, at no further forward pass.
 
   Parameters are (parameters of the model, parameters of `inner`). The state is (cache of the model,
   state of `inner`).
 
   Attributes:
-    inner: draft for the model, a chain that does not stop early; it may be hierarchical too. Its
+    inner: draft for the model, which does not stop early; it may be hierarchical too. Its
       `DraftOptions.reread` is larger by 2: its first pass covers the tokens that M_q may not have
       processed, the first token from M_q, and the last token that `inner` itself proposed.
+    tree: a chain, or a `chain_with_siblings`.
   """
 
   model: Model
@@ -52,8 +58,10 @@ class HierarchicalDraft(Draft):
   options: DraftOptions = DraftOptions()
 
   def __post_init__(self):
-    require_chain("a hierarchical draft", self.tree)
-    require_chain("the draft of a draft", self.inner.tree)
+    if self.tree != chain_with_siblings(self.tree.depth, self.tree.width):
+      raise InputError(
+        "A hierarchical draft proposes a chain, with the same number of siblings of each token."
+      )
     if self.inner.tree.verify_lengths:
       raise InputError("A draft that stops early cannot be the draft of a draft.")
 
@@ -76,11 +84,12 @@ class HierarchicalDraft(Draft):
     processors = self.options.processors
     if processors:
       logits = process(processors, logits[:, None], text_prefixes(context))[:, 0]
+    sibling_rng, rng = (rng, rng) if self.tree.is_chain else split_rows(rng)
     first_rng, rng = split_rows(rng)
     first, first_q = sample_logits(first_rng, logits, self.sampling)
     if gamma == 1:
       proposal = jax.tree.map(lambda x: x[:, None], Proposal(first, first_q))
-      return proposal, (cache, inner_state)
+      return self._with_siblings(proposal, logits[:, None], sibling_rng), (cache, inner_state)
 
     # Decode the other gamma - 1 tokens, with the first one committed.
     batch, limit, context = len(first), gamma - 1, self._with_room(context)
@@ -110,19 +119,45 @@ class HierarchicalDraft(Draft):
     )
     final = decoder.run_rounds(Params(model_params, inner_params), initial)
     slots = context.length[:, None] + jnp.arange(gamma)
-    q = first_q
+    inner_logits, q = final.draft_state.logits, first_q
     if q is not None:
-      inner_q = distribution(final.draft_state.logits, self.sampling)
+      inner_q = distribution(inner_logits, self.sampling)
       q = jnp.concatenate([q[:, None], inner_q], axis=1)
       # If the model's logits were not finite, report that to the loop of the target.
       q = jnp.where((final.not_finite >= 0)[:, None, None], jnp.nan, q)
     proposal = Proposal(gather(final.tokens, slots), q)
+    logits = jnp.concatenate([logits[:, None], inner_logits], axis=1)
+    proposal = self._with_siblings(proposal, logits, sibling_rng)
     return proposal, (final.target_cache, final.draft_state.inner)
+
+  def _with_siblings(
+    self, proposal: Proposal, logits: Float[Array, "B D V"], rng: Key[Array, " B"]
+  ) -> Proposal:
+    """Return a chain with siblings of each token, sampled from the logits without this token."""
+    if self.tree.is_chain:
+      return proposal
+    depth, count = self.tree.depth, self.tree.width - 1
+    is_first = proposal.tokens[..., None] == jnp.arange(logits.shape[-1])
+    # Finite, so that a token that alone is possible is proposed again.
+    logits = jnp.where(is_first, jnp.finfo(logits.dtype).min, logits)
+    siblings = Proposal(*sample_siblings(rng, logits, self.sampling, np.full(depth, count)))
+
+    def joined(first: Array, others: Array) -> Array:
+      others = others.reshape(len(first), depth, count, *first.shape[2:])
+      every = jnp.concatenate([first[:, :, None], others], axis=2)
+      return every.reshape(len(first), depth * (count + 1), *first.shape[2:])
+
+    return jax.tree.map(joined, proposal, siblings)
 
   def _with_room(self, context: Context) -> Context:
     """Return the context with slots for tokens that `inner` proposes past the end of the chain."""
     room = self.inner.tree.num_nodes
     return context._replace(tokens=jnp.pad(context.tokens, ((0, 0), (0, room))))
+
+
+def chain_with_siblings(depth: int, width: int) -> Tree:
+  """Return a tree of `width` nodes per level; all follow the first node of the level above."""
+  return Tree([max(0, level * width - width + 1) for level in range(depth) for _ in range(width)])
 
 
 @dataclasses.dataclass(frozen=True)
@@ -155,6 +190,10 @@ class _LogitsRecorder(WrappedDraft):
     num_before = outcome.length - outcome.num_emitted - state.first_length
     node = jnp.arange(state.logits.shape[1]) - num_before[:, None]  # node before each token
     is_new = (node >= 0) & (node < outcome.num_emitted[:, None])
+    path = outcome.verification.path
+    if path is not None:
+      path = jnp.pad(path, ((0, 0), (1, 0)))
+      node = gather(path, jnp.clip(node, 0, path.shape[1] - 1))
     new_logits = gather(outcome.logits, jnp.clip(node, 0, outcome.logits.shape[1] - 1))
     logits = jnp.where(is_new[..., None], new_logits, state.logits)
     return state._replace(inner=self.draft.observe(params, state.inner, outcome), logits=logits)

@@ -210,7 +210,7 @@ def extend_last_tokens(
   tokens, it also covers unused slots after them, whose results are not returned. Return the logits
   and hidden states at the last committed token, and the cache of the tokens before it.
   """
-  length = context.length
+  length, count = context.length, min(count, context.tokens.shape[1])
   start = jnp.maximum(length - count, 0)
   block = gather(context.tokens, start[:, None] + jnp.arange(count))
   logits, hidden, cache = model.extend(params, model.commit(cache, start), block)

@@ -10,6 +10,7 @@ import tiny_pair
 from experiments.learned_drafts.online import (
   OnlineDraft,
   decode_and_learn,
+  serve_and_distill,
   serve_and_learn,
   serve_and_store,
 )
@@ -63,6 +64,19 @@ def test_learning_raises_the_acceptance_length_and_keeps_the_outputs(pair, tmp_p
     len({r.outputs.num_tokens for r in measured}) == 1
     and "frozen and online" in capsys.readouterr().out
   )
+
+
+def test_distillation_raises_the_acceptance_length_and_keeps_the_outputs(tmp_path):
+  path = tmp_path / "texts"
+  path.write_text((tiny_pair.SENTENCES[0] + "\n") * 12)
+  pair = tiny_pair.pair(kernels="xla")
+  how = dict(every=6, gamma=3, learning_rate=0.03, texts_per_step=2, max_new_tokens=16)
+  serve_and_distill(pair, [str(path)], str(tmp_path / "out"), num_texts=12, **how)
+  measured = records.read(str(tmp_path / "out/results.jsonl"))
+  assert measured[1].models.draft.endswith(", distilled")
+  first_frozen, _, last_frozen, last_distilled = (r.outputs.tokens_per_round for r in measured)
+  assert first_frozen == last_frozen < last_distilled
+  assert len({r.outputs.num_tokens for r in measured}) == 1
 
 
 def test_growing_datastore_raises_the_acceptance_length_without_recompiling(tmp_path, capsys):
