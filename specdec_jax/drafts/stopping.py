@@ -1,11 +1,11 @@
 """Drafts that stop early: a model that is not confident (Section 6), or one that has no token.
 
-The method of `StoppingDraft` follows SpecDec++ and AdaEDL. The probability that the model gives its most
-probable token predicts whether a draft token will be accepted. The product of these probabilities
-along a chain predicts whether verification will reach a token (experiments/gamma). The draft
-continues while that product is at least `threshold`. The decision to propose a token depends on the
-distributions of earlier draft tokens, never on the token itself, so token verification stays exact.
-`HandOverDraft` also considers the distribution that the token itself is sampled from.
+`StoppingDraft` follows SpecDec++ and AdaEDL. The probability that the model gives its most probable
+token predicts whether a draft token will be accepted. The product of these probabilities along a
+chain predicts whether verification will reach a token (experiments/gamma). The draft continues
+while that product is at least `threshold`. The decision to propose a token depends on the
+distributions of earlier draft tokens (`HandOverDraft`: and its own), never on the token itself, so
+token verification stays exact.
 """
 
 import dataclasses

@@ -24,9 +24,9 @@ from specdec_jax.errors import require_count, require_number
 class AcceptableTokens(Verifier):
   """Base class of verifiers that accept the draft tokens in a set that depends on the target only.
 
-  By default, the next token is sampled from p restricted to this set. At temperature 0, the set is that of the
-  softmax of the logits. q is ignored. Of all accepted paths the longest is taken; of several
-  longest ones, the first.
+  By default, the next token is sampled from p restricted to this set. At temperature 0, the set is
+  that of the softmax of the logits. q is ignored. Of all accepted paths the longest is taken; of
+  several longest ones, the first.
   """
 
   exact = False
