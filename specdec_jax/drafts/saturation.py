@@ -7,6 +7,7 @@ layers that are skipped are computed from the state at the exit.
 """
 
 import dataclasses
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -27,7 +28,7 @@ from specdec_jax.drafts.layer_skip import (
 from specdec_jax.drafts.model import ModelDraft
 from specdec_jax.drafts.stopping import confidence
 from specdec_jax.errors import require_number
-from specdec_jax.models.families import model_of, module_of, with_feature_layers
+from specdec_jax.models.families import model_of, module_of
 from specdec_jax.models.gpt import GPTModel
 from specdec_jax.models.t5 import T5Model
 
@@ -52,7 +53,7 @@ def saturation(target: Loaded, layers: Sequence[int], threshold: float | None = 
     if "positions" in one["decoder"]:  # they are added once, before the first layer
       one["decoder"]["positions"] = jnp.zeros_like(one["decoder"]["positions"])
     params.append(one)
-  model = SaturationModel(with_feature_layers(model_of(config), (0,)), threshold)
+  model = SaturationModel(model_of(config), threshold)
 
   def build(sampling: Sampling, tree: AnyTree, options=DraftOptions()) -> LayerSkipDraft:
     tree = require_static("early exit", tree)
@@ -81,13 +82,13 @@ class SaturationModel(WrappedModel):
     tree: NodeLayout | None = None,
     first: Int[Array, ""] | int = 0,
   ) -> tuple[Float[Array, "B K V"], Float[Array, "B K E"], Any]:
-    config, states = self.model.config, self.model.feature_layers
+    config = self.model.config
 
-    def run(layer: int, x: Array, later: bool = True) -> tuple[Array, Array, Any]:
-      cfg = dataclasses.replace(config, embedding_norm=config.embedding_norm and not later)
-      module = module_of(cfg).clone(feature_layers=states)
+    def run(layer: int, x: Array) -> tuple[Array, Array, Any]:
+      cfg = dataclasses.replace(config, embedding_norm=config.embedding_norm and layer == 0)
+      module = module_of(cfg).clone(feature_layers=(0,))  # the state is that before the final norm
       args = cache_of_layers(cache, [layer]), x, tree, first
-      method = "extend_embedded" if later else "extend"
+      method = "extend_embedded" if layer else "extend"
       logits, x, after = module.apply({"params": params[layer]}, *args, method=method)
       return logits, x, after.layers[0]
 
@@ -100,10 +101,10 @@ class SaturationModel(WrappedModel):
     def skip(layer: int, logits: Array, x: Array, exited: Array) -> tuple[Array, ...]:
       return logits, x, exited, run(layer, x)[2]  # the compiler drops the rest of the layer
 
-    logits, x, keys_values = run(0, tokens, later=False)
+    logits, x, keys_values = run(0, tokens)
     exited, written = self.exits(logits, None), [keys_values]
     for layer in range(1, len(params)):
-      branches = [lambda *args, f=f, layer=layer: f(layer, *args) for f in (skip, go_on)]
+      branches = (functools.partial(branch, layer) for branch in (skip, go_on))
       logits, x, exited, keys_values = lax.cond(exited.all(), *branches, logits, x, exited)
       written.append(keys_values)
     return logits, x, cache.replace(layers=tuple(written))
