@@ -2,7 +2,7 @@
 
 python -m experiments.methods.bild > experiments/methods/bild.jsonl
 
-BLEU is that of all test captions, decoded in batches. Speeds are those of the first captions, each
+BLEU is that of half of the test captions, decoded in batches. Speeds are those of the first captions, each
 decoded in turn with all settings.
 """
 
@@ -32,9 +32,10 @@ from specdec_jax.measure.machine import provenance
 from specdec_jax.measure.tables import Table, number_text
 from specdec_jax.pair import Pair
 
-GREEDY, LIMIT, BATCH, NUM_TIMED, REPEATS = Sampling(0.0), 64, 50, 40, 3
+GREEDY, LIMIT, BATCH, NUM_TEXTS, NUM_TIMED, REPEATS = Sampling(0.0), 64, 50, 500, 40, 3
 GAMMA, LONG = 7, 10  # the best gamma of the model, and the limit of a proposal that hands over
-FALLBACKS, ROLLBACKS = (0.4, 0.6, 0.8), (1.0, 2.0, 5.0)
+# Probability at which the draft model hands over -> thresholds at which the target rolls back.
+THRESHOLDS = {0.4: (2.0,), 0.6: (1.0, 2.0, 5.0), 0.8: (2.0,)}
 
 BILD_LEGEND = {
   "hands over": "below this probability of the draft model's most probable token",
@@ -80,12 +81,12 @@ def methods(pair: Pair) -> dict[tuple[Any, ...], Any]:
   }
   typical = dataclasses.replace(pair, verifier=TypicalVerifier)
   decodes = {**exact, ("typical", None, None, GAMMA): typical.decode_fn(GREEDY, chain(GAMMA))}
-  for fallback in FALLBACKS:
+  for fallback, rollbacks in THRESHOLDS.items():
     draft = functools.partial(hand_over_draft, draft=checkpoint_draft, threshold=fallback)
     handing_over = pair.with_draft(draft(pair.target))
     if fallback == 0.6:
       decodes["exact", fallback, None, LONG] = handing_over.decode_fn(GREEDY, chain(LONG))
-    for rollback in ROLLBACKS:
+    for rollback in rollbacks:
       verifier = functools.partial(RollbackVerifier, threshold=rollback)
       bild = dataclasses.replace(handing_over, verifier=verifier)
       decodes["BiLD", fallback, rollback, LONG] = bild.decode_fn(GREEDY, chain(LONG))
@@ -97,7 +98,9 @@ def methods(pair: Pair) -> dict[tuple[Any, ...], Any]:
 def main() -> None:
   pair = load_pair(draft=checkpoint_draft)
   source, references = (
-    read_lines(default(f"data/multi30k/test_2016_flickr.{language}.gz", "INPUT", instead))
+    read_lines(
+      default(f"data/multi30k/test_2016_flickr.{language}.gz", "INPUT", instead), limit=NUM_TEXTS
+    )
     for language, instead in (("en", "tasks/captions.en.txt"), ("de", "tasks/captions.de.txt"))
   )
   decodes, outputs = methods(pair), {}

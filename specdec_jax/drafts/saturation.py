@@ -92,13 +92,13 @@ class SaturationModel(WrappedModel):
       logits, x, after = module.apply({"params": params[layer]}, *args, method=method)
       return logits, x, after.layers[0]
 
-    def go_on(layer: int, logits: Array, x: Array, exited: Array) -> tuple[Array, ...]:
+    def go_on(layer: int, logits: Array, x: Array, exited: Array) -> tuple[Any, ...]:
       new_logits, new_x, keys_values = run(layer, x)
       new = jnp.where(exited[..., None], logits, new_logits)
       x = jnp.where(exited[..., None], x, new_x)
       return new, x, exited | self.exits(new_logits, logits), keys_values
 
-    def skip(layer: int, logits: Array, x: Array, exited: Array) -> tuple[Array, ...]:
+    def skip(layer: int, logits: Array, x: Array, exited: Array) -> tuple[Any, ...]:
       return logits, x, exited, run(layer, x)[2]  # the compiler drops the rest of the layer
 
     logits, x, keys_values = run(0, tokens)
