@@ -2,8 +2,8 @@
 
 python -m experiments.methods.bild > experiments/methods/bild.jsonl
 
-BLEU is that of half of the test captions, decoded in batches. Speeds are those of the first captions, each
-decoded in turn with all settings.
+BLEU is that of half of the test captions, decoded in batches. Speeds are those of the first
+captions, each decoded in turn with all settings.
 """
 
 import dataclasses
@@ -40,9 +40,9 @@ THRESHOLDS = {0.4: (2.0,), 0.6: (1.0, 2.0, 5.0), 0.8: (2.0,)}
 BILD_LEGEND = {
   "hands over": "below this probability of the draft model's most probable token",
   "rolls back": "above this -log p of a draft token",
-  "tokens per round": "tokens per target forward pass",
+  "acceptance length": "tokens per target forward pass",
   "speedup": "tokens/s over autoregressive decoding's, interleaved; batch size 1",
-  "equal": "share of the outputs that equal the target's",
+  "unchanged": "share of the outputs that equal those of the target alone",
 }
 
 
@@ -61,12 +61,12 @@ def bild_table(rows: Sequence[Mapping[str, Any]]) -> Table:
     )
     for row in rows
   )
-  columns = "method", "hands over", "rolls back", "gamma", "tokens per round", "speedup", "BLEU"
+  columns = "method", "hands over", "rolls back", "gamma", "acceptance length", "speedup", "BLEU"
   first = rows[0]
   return Table(
     f"multi30k_ende, temperature 0, BLEU of {first['texts']} texts, speed of "
     f"{first['timed_texts']} texts, {first['processor']}, {first['cores']} cores",
-    (*columns, "equal"),
+    (*columns, "unchanged"),
     cells,
     (f"Measured with commit {first['commit']} of {str(first['date'])[:10]}.",),
     BILD_LEGEND,
