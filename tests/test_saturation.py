@@ -37,9 +37,8 @@ def test_a_token_exits_after_the_first_layer_that_is_confident(models_of):
   models = models_of()
   first, second = (logits_of(models, layer_skip, layers) for layers in ([0], [0, 1]))
   confidence = jax.nn.softmax(first).max(axis=-1)
-  threshold = float(np.median(confidence[:, :3]))
+  threshold = float(np.sort(confidence, axis=None)[5:7].mean())  # half of the tokens exit
   exited = np.asarray(confidence >= threshold)
-  assert 0 < exited[:, :3].sum() < 9
   want = np.where(exited[..., None], first, second)
   np.testing.assert_allclose(
     logits_of(models, saturation, [0, 1], threshold), want, rtol=1e-5, atol=1e-5
@@ -57,13 +56,11 @@ def test_a_token_exits_when_its_most_probable_token_is_unchanged():
   models = deep()
   exits = [logits_of(models, layer_skip, [*range(count)]) for count in (1, 2, 3)]
   unchanged = exits[0].argmax(axis=-1) == exits[1].argmax(axis=-1)
-  got = logits_of(models, saturation, [0, 1, 2])
   assert 0 < unchanged.sum() < unchanged.size
-  np.testing.assert_allclose(got[unchanged], exits[1][unchanged], rtol=1e-5, atol=1e-5)
-  # The first token of a text that runs the third layer reads no states of other exits.
-  rows = ~unchanged[:, 0]
-  assert rows.any()
-  np.testing.assert_allclose(got[rows, 0], exits[2][rows, 0], rtol=1e-5, atol=1e-5)
+  # No token exits before the second layer, so the third one reads the same states of all tokens.
+  want = np.where(unchanged[..., None], exits[1], exits[2])
+  got = logits_of(models, saturation, [0, 1, 2])
+  np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-5)
 
 
 def test_invalid_settings_are_rejected():
