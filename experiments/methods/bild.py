@@ -2,17 +2,19 @@
 
 python -m experiments.methods.bild > experiments/methods/bild.jsonl
 
-BLEU is that of half of the test captions, decoded in batches. Speeds are those of the first
-captions, each decoded in turn with all settings.
+The first test captions are decoded one at a time, each with all settings in turn, for SECONDS at
+most.
 """
 
 import dataclasses
 import functools
 import json
 import math
+import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import jax
 import numpy as np
 
 from specdec_jax.core.counts import num_rounds, num_tokens
@@ -32,7 +34,7 @@ from specdec_jax.measure.machine import provenance
 from specdec_jax.measure.tables import Table, number_text
 from specdec_jax.pair import Pair
 
-GREEDY, LIMIT, BATCH, NUM_TEXTS, NUM_TIMED, REPEATS = Sampling(0.0), 64, 50, 500, 40, 3
+GREEDY, LIMIT, NUM_TEXTS, SECONDS = Sampling(0.0), 64, 200, 290
 GAMMA, LONG = 7, 10  # the best gamma of the model, and the limit of a proposal that hands over
 # Probability at which the draft model hands over -> thresholds at which the target rolls back.
 THRESHOLDS = {0.4: (2.0,), 0.6: (1.0, 2.0, 5.0), 0.8: (2.0,)}
@@ -64,8 +66,8 @@ def bild_table(rows: Sequence[Mapping[str, Any]]) -> Table:
   columns = "method", "hands over", "rolls back", "gamma", "acceptance length", "speedup", "BLEU"
   first = rows[0]
   return Table(
-    f"multi30k_ende, temperature 0, BLEU of {first['texts']} texts, speed of "
-    f"{first['timed_texts']} texts, {first['processor']}, {first['cores']} cores",
+    f"multi30k_ende, temperature 0, batch 1, {first['texts']} texts, {first['processor']}, "
+    f"{first['cores']} cores",
     (*columns, "unchanged"),
     cells,
     (f"Measured with commit {first['commit']} of {str(first['date'])[:10]}.",),
@@ -84,8 +86,6 @@ def methods(pair: Pair) -> dict[tuple[Any, ...], Any]:
   for fallback, rollbacks in THRESHOLDS.items():
     draft = functools.partial(hand_over_draft, draft=checkpoint_draft, threshold=fallback)
     handing_over = pair.with_draft(draft(pair.target))
-    if fallback == 0.6:
-      decodes["exact", fallback, None, LONG] = handing_over.decode_fn(GREEDY, chain(LONG))
     for rollback in rollbacks:
       verifier = functools.partial(RollbackVerifier, threshold=rollback)
       bild = dataclasses.replace(handing_over, verifier=verifier)
@@ -103,24 +103,21 @@ def main() -> None:
     )
     for language, instead in (("en", "tasks/captions.en.txt"), ("de", "tasks/captions.de.txt"))
   )
-  decodes, outputs = methods(pair), {}
-  for key, decode in decodes.items():
-    outputs[key] = [
-      decode(pair.prompt(source[i : i + BATCH]), row_keys(0, i, BATCH), max_new_tokens=LIMIT)
-      for i in range(0, len(source), BATCH)
-    ]
-  seconds, tokens = [], []
-  for i, text in enumerate(source[:NUM_TIMED]):
-    args = pair.prompt([text]), row_keys(0, i, 1)
+  decodes, prompts, started = methods(pair), pair.prompt(source), time.monotonic()
+  seconds, outputs = [], []
+  while len(outputs) < len(source) and time.monotonic() - started < SECONDS:
+    row = slice(len(outputs), len(outputs) + 1)
+    args = prompts[row], row_keys(0, row.start, 1)
     calls = [functools.partial(each, *args, max_new_tokens=LIMIT) for each in decodes.values()]
-    timed, results = interleaved_seconds(calls, REPEATS)
-    seconds.append(np.median(timed, axis=1))
-    tokens.append([num_tokens([result]) for result in results])
-  speeds = np.sum(tokens, axis=0) / np.sum(seconds, axis=0)
+    timed, results = interleaved_seconds(calls, 1)
+    seconds.append([float(each[0]) for each in timed])
+    outputs.append(jax.device_get(results))
+  outputs = dict(zip(decodes, map(list, zip(*outputs))))
   texts = {
-    key: [pair.vocabulary.decode(row) for batch in each for row in np.asarray(batch.tokens)]
+    key: [pair.vocabulary.decode(result.tokens[0]) for result in each]
     for key, each in outputs.items()
   }
+  speeds = [num_tokens(each) for each in outputs.values()] / np.sum(seconds, axis=0)
   target_texts = next(iter(texts.values()))
   for key, speed in zip(decodes, speeds):
     method, fallback, rollback, gamma = key
@@ -131,10 +128,9 @@ def main() -> None:
       gamma=gamma,
       tokens_per_round=num_tokens(outputs[key]) / num_rounds(outputs[key]),
       speedup=float(speed / speeds[0]),
-      bleu=quality("BLEU", texts[key], references),
+      bleu=quality("BLEU", texts[key], references[: len(texts[key])]),
       equal=math.fsum(map(str.__eq__, texts[key], target_texts)) / len(target_texts),
-      texts=len(source),
-      timed_texts=NUM_TIMED,
+      texts=len(target_texts),
       **provenance(),
     )
     print(json.dumps(record), flush=True)
