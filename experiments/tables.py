@@ -28,6 +28,7 @@ RECORDS = {
 }
 # lines of JSON,
 LINES = {
+  "bild": "methods.bild",
   "execution": "execution.execution",
   "matmuls": "kernels.matmuls",
   "parity": "generate.compare",

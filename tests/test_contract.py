@@ -25,7 +25,7 @@ from specdec_jax.core.trees import DynamicTree, Tree, branching, chain
 from specdec_jax.core.types import DraftOptions, DraftSpec, Params
 from specdec_jax.core.verify.blocks import BlockVerifier
 from specdec_jax.core.verify.k_seq import KSeqVerifier
-from specdec_jax.core.verify.lossy import TopBetaVerifier, TypicalVerifier
+from specdec_jax.core.verify.lossy import RollbackVerifier, TopBetaVerifier, TypicalVerifier
 from specdec_jax.core.verify.merging import MergingVerifier
 from specdec_jax.core.verify.paths import PathsVerifier
 from specdec_jax.core.verify.rejection import RejectionVerifier
@@ -47,8 +47,14 @@ from specdec_jax.drafts.other_vocabulary import OtherVocabularyModel, OtherVocab
 from specdec_jax.drafts.prompt_lookup import PromptLookupDraft, prompt_lookup
 from specdec_jax.drafts.realigned import RealignedDraft
 from specdec_jax.drafts.retrieval import retrieval
+from specdec_jax.drafts.saturation import saturation
 from specdec_jax.drafts.several import CascadeDraft, FastestDraft, ForestDraft
-from specdec_jax.drafts.stopping import AdaptiveStoppingDraft, StopAtMissDraft, StoppingDraft
+from specdec_jax.drafts.stopping import (
+  AdaptiveStoppingDraft,
+  HandOverDraft,
+  StopAtMissDraft,
+  StoppingDraft,
+)
 from specdec_jax.drafts.token_recycling import token_recycling
 from specdec_jax.drafts.uniform import uniform
 from specdec_jax.load import head_factory
@@ -243,9 +249,24 @@ def layers(models: Models, sampling: Sampling, tree: Tree):
   return factory.build(sampling, tree), factory.params
 
 
+def saturated(threshold: float | None):
+  """Return a draft with the first two of three layers, or all of them, of the target."""
+
+  def draft(models: Models, sampling: Sampling, tree: Tree):
+    loaded = tiny.loaded(None, models.target, models.params)
+    factory = saturation(loaded, [0, 1, 2], threshold)
+    return factory.build(sampling, tree), factory.params
+
+  return draft
+
+
 def stopping(models: Models, sampling: Sampling, tree: Tree):
   """Draft with the target, which sometimes stops early."""
   return StoppingDraft(ModelDraft(models.target, sampling, tree), 0.13), models.params
+
+
+def hand_over(models: Models, sampling: Sampling, tree: Tree):
+  return HandOverDraft(ModelDraft(models.target, sampling, tree), 0.4), models.params
 
 
 def adaptive_stopping(models: Models, sampling: Sampling, tree: Tree):
@@ -346,9 +367,12 @@ CASES = {
   ),
   "layers": (t5, layers, chain(3), BlockVerifier),
   "layers, GPT": (gpt, layers, RAGGED, TokenVerifier),
+  "saturation": (deep, saturated(0.4), chain(3), TokenVerifier),
+  "saturation, GPT": (deep_gpt, saturated(None), RAGGED, TokenVerifier),
   "known": (gpt, known, chain(5), TokenVerifier),
   "stopping": (t5, stopping, chain(4), TokenVerifier),
   "stopping, adaptive": (t5, adaptive_stopping, chain(4), TokenVerifier),
+  "hand over": (t5, hand_over, chain(4), TokenVerifier),
   "cascade": (gpt, cascade, chain(4), TokenVerifier),
   "fastest": (gpt, fastest, chain(3), TokenVerifier),
   "heads": (gpt, learned("heads"), RAGGED, TokenVerifier),
@@ -398,6 +422,7 @@ CASES = {
   "greedy siblings": (t5, greedy, RAGGED, TokenVerifier),
   "typical": (t5, model, RAGGED, TypicalVerifier),
   "top-beta": (gpt, model, chain(2), TopBetaVerifier),
+  "rollback": (t5, hand_over, chain(4), RollbackVerifier),
 }
 # The default run tests these cases; the others are slow.
 QUICK = {
@@ -433,6 +458,8 @@ SAMPLED = [
     pytest.param(case, method, marks=pytest.mark.slow)
     for case, method in [
       ("dynamic", "temperature 1"),
+      ("hand over", "temperature 1"),
+      ("saturation", "temperature 1"),
       ("greedy siblings", "temperature 1"),
       ("rejection", "top-k"),
       ("hierarchical, trees", "temperature 1"),

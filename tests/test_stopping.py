@@ -7,18 +7,24 @@ import pytest
 import tiny
 from test_backoff import written
 from test_contract import LIMIT, t5
-from test_speculative import CONFIG
+from test_speculative import CONFIG, DRAFT_CONFIG
 
 from specdec_jax.core.counts import acceptance_by_position
 from specdec_jax.core.decode import Decoder, NullDraft
 from specdec_jax.core.sampling import Sampling
 from specdec_jax.core.trees import Tree, branching, chain
 from specdec_jax.core.types import Outcome, Proposal, Verification
+from specdec_jax.core.verify.lossy import RollbackVerifier
 from specdec_jax.core.verify.tokens import TokenVerifier
 from specdec_jax.drafts.model import ModelDraft
 from specdec_jax.drafts.prompt_lookup import PromptLookupDraft
 from specdec_jax.drafts.several import ForestDraft
-from specdec_jax.drafts.stopping import AdaptiveStoppingDraft, StopAtMissDraft, StoppingDraft
+from specdec_jax.drafts.stopping import (
+  AdaptiveStoppingDraft,
+  HandOverDraft,
+  StopAtMissDraft,
+  StoppingDraft,
+)
 from specdec_jax.drafts.uniform import UniformDraft
 from specdec_jax.errors import InputError
 
@@ -96,6 +102,44 @@ def test_draft_token_that_was_not_proposed_is_not_verified():
   np.testing.assert_array_equal(rounds.num_accepted[ran], made[ran])
   assert 1 < made[ran].mean() < GAMMA and acceptance_by_position([out]) == [1, 1, 1, None]
   assert not out.rounds.acceptance_counts()[1].any()
+
+
+def test_bild_hands_over_and_rolls_back():
+  """Decoding with both thresholds is BiLD's policy, applied token by token to whole texts."""
+  fallback, rollback, models, sampling = 0.27, 1.7, t5(), Sampling(0.0)
+  draft = HandOverDraft(ModelDraft(models.draft, sampling, chain(GAMMA)), fallback)
+  out = tiny.speculative_decode(
+    *(models.target, draft, models.params, models.draft_params, models.prompts),
+    jax.random.split(KEY, len(models.prompts)),
+    max_new_tokens=LIMIT,
+    verifier=RollbackVerifier(sampling, rollback),
+    eos_id=-1,
+  )
+  events = {"handed over": 0, "rolled back": 0, "kept": 0}
+  for prompt, tokens in zip(models.prompts, np.asarray(out.tokens)):
+
+    def probs(config, params, text, prompt=prompt):
+      inputs = np.pad(text, (0, LIMIT + 2 * GAMMA - len(text)))[None]
+      logits = tiny.teacher_forced(config)(params, prompt[None], inputs)[0]
+      return np.asarray(jax.nn.softmax(logits))[: len(text)]
+
+    text = [0]
+    while len(text) <= LIMIT:
+      start = len(text)
+      while len(text) < start + GAMMA:
+        small = probs(DRAFT_CONFIG, models.draft_params, text)[-1]
+        if small.max() < fallback:
+          events["handed over"] += 1
+          break
+        text.append(int(small.argmax()))
+      large = probs(CONFIG, models.params, text)
+      disagreement = -np.log(large[np.arange(len(text) - 1), text[1:]])[start - 1 :]
+      kept = start + int(np.cumprod(disagreement <= rollback).sum())
+      events["rolled back"] += kept < len(text)
+      events["kept"] += int((large.argmax(axis=1)[start - 1 : kept - 1] != text[start:kept]).sum())
+      text = [*text[:kept], int(large[kept - 1].argmax())]
+    np.testing.assert_array_equal(tokens, text[1 : LIMIT + 1])
+  assert min(events.values()) > 0, events
 
 
 def test_threshold_follows_the_acceptance_rate_of_the_rounds():

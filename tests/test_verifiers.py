@@ -577,6 +577,7 @@ def test_draft_token_of_target_probability_0_is_rejected_at_u_0(verifier, tree, 
 LOSSY = {
   "typical": lossy.TypicalVerifier(Sampling(), epsilon=0.3, delta=0.6),
   "top-beta": lossy.TopBetaVerifier(Sampling(), beta=2, tau=0.7),
+  "rollback": lossy.RollbackVerifier(Sampling(), threshold=1.4),
 }
 
 
@@ -607,6 +608,8 @@ def test_tokens_that_lossy_verifiers_accept():
   assert accepted_by(lossy.TopBetaVerifier(Sampling(), beta=2, tau=9.0)) == [0, 1]
   assert accepted_by(lossy.TopBetaVerifier(Sampling(), beta=4, tau=1.3)) == [0, 1, 2]
   assert accepted_by(lossy.TopBetaVerifier(Sampling(), beta=4, tau=0.0)) == [0]
+  assert accepted_by(lossy.RollbackVerifier(Sampling(), threshold=2.0)) == [0, 1, 2]
+  assert accepted_by(lossy.RollbackVerifier(Sampling(), threshold=0.6)) == []
   # exp(-H) = 0.319: at least 0.09, or 0.3 of that.
   assert accepted_by(lossy.TypicalVerifier(Sampling())) == [0, 1, 2]
   assert accepted_by(lossy.TypicalVerifier(Sampling(), epsilon=0.2, delta=1.0)) == [0, 1]

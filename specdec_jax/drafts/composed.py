@@ -24,7 +24,12 @@ from specdec_jax.drafts.model import ModelDraft
 from specdec_jax.drafts.prompt_lookup import prompt_lookup
 from specdec_jax.drafts.realigned import RealignedDraft
 from specdec_jax.drafts.several import CascadeDraft, FallbackDraft, FastestDraft, ForestDraft
-from specdec_jax.drafts.stopping import AdaptiveStoppingDraft, StopAtMissDraft, StoppingDraft
+from specdec_jax.drafts.stopping import (
+  AdaptiveStoppingDraft,
+  HandOverDraft,
+  StopAtMissDraft,
+  StoppingDraft,
+)
 from specdec_jax.errors import InputError, require_count, shown
 
 LoadsDraft = Callable[[Loaded], DraftSpec]
@@ -210,6 +215,17 @@ def stopping_draft(
   if goal is not None:
     rule = f"stops for a rate of {goal:g}"
   return dataclasses.replace(model, name=f"{model.name} ({rule})", build=build, path=None)
+
+
+def hand_over_draft(target: Loaded, draft: LoadsDraft, threshold: float = 0.6) -> DraftSpec:
+  """Return a draft model that proposes tokens while it is confident (`HandOverDraft`; BiLD)."""
+  model = draft(target)
+
+  def build(sampling: Sampling, tree: AnyTree, options=DraftOptions()) -> HandOverDraft:
+    return HandOverDraft(_build_model(model, sampling, tree, options), threshold)
+
+  name = f"{model.name} (hands over below {threshold:g})"
+  return dataclasses.replace(model, name=name, build=build, path=None)
 
 
 def stop_at_miss_draft(target: Loaded, draft: LoadsDraft) -> DraftSpec:

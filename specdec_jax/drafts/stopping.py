@@ -1,19 +1,20 @@
 """Drafts that stop early: a model that is not confident (Section 6), or one that has no token.
 
-The method for a model follows SpecDec++ and AdaEDL. The probability that the model gives its most
-probable token predicts whether a draft token will be accepted. The product of these probabilities
-along a chain predicts whether verification will reach a token (experiments/gamma). The draft
-continues while that product is at least `threshold`. The decision to propose a token depends on the
-distributions of earlier draft tokens, never on the token itself, so token verification stays exact.
+`StoppingDraft` follows SpecDec++ and AdaEDL. The probability that the model gives its most probable
+token predicts whether a draft token will be accepted. The product of these probabilities along a
+chain predicts whether verification will reach a token (experiments/gamma). The draft continues
+while that product is at least `threshold`. The decision to propose a token depends on the
+distributions of earlier draft tokens (`HandOverDraft`: and its own), never on the token itself, so
+token verification stays exact.
 """
 
 import dataclasses
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
-from jaxtyping import Float, Key
+from jaxtyping import Bool, Float, Key
 
 from specdec_jax.core.context import Context
 from specdec_jax.core.trees import Tree, require_chain
@@ -36,6 +37,7 @@ class StoppingDraft(WrappedDraft):
 
   draft: ModelDraft
   threshold: float
+  min_length: ClassVar[int] = 1  # the least number of proposed tokens
 
   def __post_init__(self):
     require_chain("a draft that stops early", self.draft.tree)
@@ -43,13 +45,27 @@ class StoppingDraft(WrappedDraft):
 
   @property
   def tree(self) -> Tree:  # type: ignore[override]
-    lengths = tuple(range(1, self.draft.tree.depth + 1))
+    lengths = tuple(range(self.min_length, self.draft.tree.depth + 1))
     return dataclasses.replace(self.draft.tree, verify_lengths=lengths)
 
   def propose(
     self, params: Any, state: Any, context: Context, rng: Key[Array, " B"]
   ) -> tuple[Proposal, Any]:
     return self.propose_above(self.threshold, params, state, context, rng)
+
+  def proposes(
+    self,
+    threshold: float | Float[Array, " B"],
+    reach: Float[Array, " B"],
+    logits: Float[Array, "B V"],
+  ) -> tuple[Bool[Array, " B"], Float[Array, " B"]]:
+    """Return whether a token is proposed, and the value of `reach` for the token after it.
+
+    Args:
+      reach: product of the probabilities so far; 1 for the first token.
+      logits: logits that the token is sampled from.
+    """
+    return reach >= threshold, reach * confidence(logits)
 
   def propose_above(
     self,
@@ -63,33 +79,56 @@ class StoppingDraft(WrappedDraft):
     model, gamma = self.draft.model, self.tree.depth
     logits, cache = self.draft.start_round(params, state, context)
     keys = depth_keys(self.draft.options, context, rng, gamma)
-    first, first_q, text = sample_next(self.draft, keys[0], context, logits)
-    tokens = jnp.full((len(logits), gamma), -1).at[:, 0].set(first)
-    q = first_q
+    first, q, text = sample_next(self.draft, keys[0], context, logits)
+    is_proposed, reach = self.proposes(threshold, jnp.ones(len(logits)), logits)
+    tokens = jnp.full((len(logits), gamma), -1).at[:, 0].set(jnp.where(is_proposed, first, -1))
     if q is not None:
-      q = jnp.zeros((*tokens.shape, logits.shape[-1])).at[:, 0].set(q)
+      first_q = jnp.where(is_proposed[:, None], q, 0.0)
+      q = jnp.zeros((*tokens.shape, logits.shape[-1])).at[:, 0].set(first_q)
 
     def any_row_continues(carry):
-      num_proposed, _, _, reach_probability, *_ = carry
-      return (num_proposed < gamma) & (reach_probability >= threshold).any()
+      num_proposed, _, _, reach, *_ = carry
+      return (num_proposed < gamma) & (reach >= threshold).any()
 
     def step(carry):
-      num_proposed, cache, draft_token, reach_probability, text, tokens, q = carry
+      num_proposed, cache, draft_token, reach, text, tokens, q = carry
       logits, _, cache = model.extend(params, cache, draft_token[:, None], self.tree, num_proposed)
       after = context._replace(tokens=text, length=context.length + num_proposed)
       draft_token, draft_token_q, text = sample_next(
         self.draft, keys[num_proposed], after, logits[:, 0]
       )
-      continues = reach_probability >= threshold
-      tokens = tokens.at[:, num_proposed].set(jnp.where(continues, draft_token, -1))
+      is_proposed, reach = self.proposes(threshold, reach, logits[:, 0])
+      tokens = tokens.at[:, num_proposed].set(jnp.where(is_proposed, draft_token, -1))
       if q is not None and draft_token_q is not None:
-        q = q.at[:, num_proposed].set(jnp.where(continues[:, None], draft_token_q, 0.0))
-      reach_probability = reach_probability * confidence(logits[:, 0])
-      return num_proposed + 1, cache, draft_token, reach_probability, text, tokens, q
+        q = q.at[:, num_proposed].set(jnp.where(is_proposed[:, None], draft_token_q, 0.0))
+      return num_proposed + 1, cache, draft_token, reach, text, tokens, q
 
-    carry = jnp.ones((), jnp.int32), cache, first, confidence(logits), text, tokens, q
+    carry = jnp.ones((), jnp.int32), cache, first, reach, text, tokens, q
     _, cache, *_, tokens, q = lax.while_loop(any_row_continues, step, carry)
     return Proposal(tokens, q), cache
+
+
+@dataclasses.dataclass(frozen=True)
+class HandOverDraft(StoppingDraft):
+  """A draft that ends before the first token of which the model is not confident (BiLD's fallback).
+
+  The target writes that token, so a proposal may be empty. With `lossy.RollbackVerifier`, this is
+  BiLD (Kim et al., 2023); with an exact verifier, outputs have the target's distribution.
+
+  Attributes:
+    threshold: lowest probability of the model's most probable token at which it is proposed.
+  """
+
+  min_length = 0
+
+  def proposes(
+    self,
+    threshold: float | Float[Array, " B"],
+    reach: Float[Array, " B"],
+    logits: Float[Array, "B V"],
+  ) -> tuple[Bool[Array, " B"], Float[Array, " B"]]:
+    lowest = jnp.minimum(reach, confidence(logits))
+    return lowest >= threshold, lowest
 
 
 class AdaptiveState(NamedTuple):

@@ -24,16 +24,23 @@ from specdec_jax.errors import require_count, require_number
 class AcceptableTokens(Verifier):
   """Base class of verifiers that accept the draft tokens in a set that depends on the target only.
 
-  The next token is sampled from p restricted to this set. At temperature 0, the set is that of the
-  softmax of the logits. q is ignored. Of all accepted paths the longest is taken; of several
-  longest ones, the first.
+  By default, the next token is sampled from p restricted to this set. At temperature 0, the set is
+  that of the softmax of the logits. q is ignored. Of all accepted paths the longest is taken; of
+  several longest ones, the first.
   """
 
   exact = False
+  allows_short_proposals = True
 
   @abc.abstractmethod
   def acceptable(self, p: Float[Array, "*batch V"]) -> Bool[Array, "*batch V"]:
-    """Return a mask of the acceptable tokens; at least the most probable one is acceptable."""
+    """Return a mask of the acceptable tokens."""
+
+  def next_weights(
+    self, p: Float[Array, "*batch V"], acceptable: Bool[Array, "*batch V"]
+  ) -> Float[Array, "*batch V"]:
+    """Return weights of the next token; at least the most probable token must be acceptable."""
+    return jnp.where(acceptable, p, 0.0)
 
   def verify(
     self, rng: Key[Array, " B"], tree: AnyTree, proposal: Proposal, logits: Float[Array, "B K V"]
@@ -44,12 +51,13 @@ class AcceptableTokens(Verifier):
     greedy = self.sampling.is_argmax
     acceptable = self.acceptable(distribution(logits, Sampling()) if greedy else p)
     accepted = gather_token(take(acceptable, tree.parents), proposal.tokens)
+    accepted &= proposal.tokens >= 0  # -1 was not proposed
     reached = (accepted[:, None] | ~tree.ancestors[1:, 1:]).all(axis=-1)
     depths = jnp.where(reached, tree.depths[1:], 0)
     n = depths.max(axis=1, initial=0)
     end = jnp.where(n > 0, 1 + (depths == n[:, None]).argmax(axis=1), 0)
-    weights = jnp.where(acceptable, p, 0.0)
-    return Verification(n, sample(rng, gather_one(weights, end)), path_to(tree, end))
+    weights = gather_one(self.next_weights(p, acceptable), end)
+    return Verification(n, sample(rng, weights), path_to(tree, end))
 
   def emitted(
     self, p: Float[Array, "*batch V"], q: Float[Array, "*batch V"]
@@ -58,7 +66,7 @@ class AcceptableTokens(Verifier):
     acceptable = self.acceptable(p)
     accepted = jnp.where(acceptable, q, 0.0)
     rejected = 1 - accepted.sum(axis=-1, keepdims=True)
-    return accepted + rejected * normalised(jnp.where(acceptable, p, 0.0))
+    return accepted + rejected * normalised(self.next_weights(p, acceptable))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -112,6 +120,32 @@ class TopBetaVerifier(AcceptableTokens):
     """Return a mask of the tokens that are among the most probable and close to the maximum."""
     best, _ = lax.top_k(p, min(self.beta, p.shape[-1]))
     return (p >= best[..., -1:]) & (p >= best[..., :1] * math.exp(-self.tau))
+
+
+@dataclasses.dataclass(frozen=True)
+class RollbackVerifier(AcceptableTokens):
+  """Verifier that rolls back only where the target disagrees strongly (BiLD; Kim et al., 2023).
+
+  It accepts a token x if -log p(x) is at most `threshold`. The next token is sampled from p.
+
+  Attributes:
+    threshold: maximum of -log p(x), in nats.
+  """
+
+  sampling: Sampling
+  threshold: float = 5.0
+
+  def __post_init__(self):
+    object.__setattr__(self, "threshold", require_number("threshold", self.threshold, 0, math.inf))
+
+  def acceptable(self, p: Float[Array, "*batch V"]) -> Bool[Array, "*batch V"]:
+    """Return a mask of the tokens that are not rolled back."""
+    return p >= math.exp(-self.threshold)
+
+  def next_weights(
+    self, p: Float[Array, "*batch V"], acceptable: Bool[Array, "*batch V"]
+  ) -> Float[Array, "*batch V"]:
+    return p
 
 
 def emitted_distribution(
