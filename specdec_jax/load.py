@@ -323,8 +323,6 @@ def load_model(
   config = _with_vocabulary(role, checkpoint, vocabulary)
   config = dataclasses.replace(config, dtype=named_dtype(dtype))
   config = laid_out(config, shardings, kernels)
-  if weights not in (None, "float", "stored", *LARGEST):
-    raise InputError(f"weights is {weights!r}; give 'float', 'stored', 'int8' or 'int4'.")
   if weights is None:
     weights = "int8" if config.kernels == "skinny" and config.in_pairs else "stored"
   config = with_weights(config, weights)
@@ -397,7 +395,9 @@ def laid_out(config: Config, shardings: ShardingsFn, kernels: str) -> Config:
 
 
 def with_weights(config: Any, weights: Any) -> Any:
-  """Return the configuration of a model with quantized weights; int4 has no kernels for CPUs."""
+  """Return the configuration of a model with the given weights; int4 has no kernels for CPUs."""
+  if weights not in ("float", "stored", *LARGEST):
+    raise InputError(f"weights is {weights!r}; give 'float', 'stored', 'int8' or 'int4'.")
   kernels = "xla" if weights == "int4" and config.kernels == "skinny" else config.kernels
   return dataclasses.replace(
     config, weights=weights if weights in LARGEST else "float", kernels=kernels

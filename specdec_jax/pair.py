@@ -176,7 +176,8 @@ class Pair:
     eos_id = self.vocabulary.eos_id if eos_id is None else eos_id
     if fixed_width or not tree.num_draft_tokens:
       verifier = self.verifier_for(sampling)
-      if not verifier.uses_position_keys:  # whose samples are those of autoregressive decoding
+      # Samples with position keys are those of autoregressive decoding.
+      if not (verifier.uses_position_keys or isinstance(verifier, TokenVerifier)):
         verifier = TokenVerifier(sampling)
       draft: Draft = NullDraft(self.proposed_tree(sampling, tree), token=-1)
       return Decoder(self.target.model, draft, verifier, eos_id, processors, logprobs)

@@ -50,7 +50,7 @@ def operations_factor(alpha, gamma, c_hat):
 def round_operations(prefix, gamma, num_weights, attention_width):
   """Return the arithmetic operations of a decoder-only target in one round (Section 3.4).
 
-  Its cache holds the keys and values of the prefix, so it processes the last token of the prefix
+  Its cache holds the keys and values of the prefix without the last token, so it processes this one
   and gamma draft tokens. They attend to prefix, prefix + 1, ..., prefix + gamma tokens.
 
   Args:

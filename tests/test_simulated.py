@@ -13,7 +13,8 @@ from tiny import autoregressive_decode, speculative_decode
 
 from specdec_jax.core.decode import Decoder
 from specdec_jax.core.sampling import Sampling
-from specdec_jax.core.trees import chain
+from specdec_jax.core.trees import Tree, chain
+from specdec_jax.core.verify.paths import PathsVerifier
 from specdec_jax.core.verify.tokens import TokenVerifier
 from specdec_jax.drafts.model import ModelDraft
 from specdec_jax.errors import InputError
@@ -65,6 +66,21 @@ def running_rounds(out):
   """Return draft tokens [N, G], n [N] and next tokens [N] of the rounds of running rows."""
   running = np.asarray(out.rounds.num_emitted) > 0
   return [np.asarray(x)[running] for x in out.rounds[:3]]
+
+
+def test_batch_of_paths_has_the_acceptance_of_the_tree():
+  draft = ModelDraft(DRAFT, RANDOM, Tree([0, 0, 1, 2]))
+  trees, paths = (
+    speculative_decode(
+      *(simulated(T5, 0.5), draft, *weights(), tiny.sources(CONFIG, 3, 4)),
+      jax.random.split(jax.random.key(0), 4),
+      max_new_tokens=12,
+      verifier=verifier(RANDOM),
+    )
+    for verifier in (TokenVerifier, PathsVerifier)
+  )
+  np.testing.assert_array_equal(paths.tokens, trees.tokens)
+  np.testing.assert_array_equal(paths.rounds.num_accepted, trees.rounds.num_accepted)
 
 
 @pytest.mark.slow

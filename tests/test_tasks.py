@@ -44,7 +44,16 @@ def tasks():
   with pytest.MonkeyPatch.context() as patch:
     patch.setenv("SPECDEC_T5_VOCABULARY", str(vocabulary))
     patch.setenv("SPECDEC_DATA", str(DATA))
-    from specdec_jax.data import tasks
+    import seqio
+
+    # Another test of this process may have registered the tasks with the default paths.
+    from specdec_jax.data import seqio_tasks, tasks
+
+    for name in [*filter(lambda name: name.startswith("specdec_"), seqio.TaskRegistry.names())]:
+      seqio.TaskRegistry.remove(name)
+    importlib.reload(seqio_tasks)
+    for name in tasks._SEQIO_NAMES:
+      setattr(tasks, name, getattr(seqio_tasks, name))
   return tasks
 
 

@@ -181,7 +181,8 @@ class Decoder(Settings):
 
     # Extend: one target forward pass over the last token and x_1, ..., x_N gives p at every node.
     block = jnp.concatenate([context.last_token[:, None], proposal.tokens], axis=1)
-    logits, hidden, cache = self._extend(params.target, state.target_cache, block, tree)
+    target = self.verifier.round_target(self.target)
+    logits, hidden, cache = _extend(target, params.target, state.target_cache, block, tree)
 
     # Process: the logits at each node are adjusted by the text that ends there.
     model_logits = logits
@@ -200,7 +201,6 @@ class Decoder(Settings):
       log_probs = place_tokens(log_probs, new, state.length, num_emitted)
 
     # Commit: the target's cache keeps the accepted path.
-    target = self.verifier.round_target(self.target)
     cache = target.commit(cache, length - 1, tree, verification.path)
 
     # Observe: the draft receives the outcome, and rolls back its own cache.
@@ -286,26 +286,6 @@ class Decoder(Settings):
       log_probs = jnp.where(exists[..., None], gather(log_probs, new), 0)
     counts = state.num_rounds.max(), state.not_finite
     return DecodeResult(tokens, lengths, rounds, *counts, log_probs)
-
-  def _extend(
-    self, params: Any, cache: Any, block: Int[Array, "B K"], tree: AnyTree
-  ) -> tuple[Float[Array, "B K V"], Float[Array, "B K E"], Any]:
-    """Run the target over a block, cut to the `verify_lengths` that covers the longest proposal."""
-    lengths = tree.verify_lengths
-    if not lengths:
-      target = self.verifier.round_target(self.target)
-      return target.extend(params, cache, block, tree)
-
-    def extend_prefix(length: int, cache: Any):
-      prefix = block[:, : length + 1]
-      logits, hidden, cache = self.target.extend(params, cache, prefix, chain(length))
-      padding = (0, 0), (0, block.shape[1] - 1 - length), (0, 0)
-      return jnp.pad(logits, padding), jnp.pad(hidden, padding), cache
-
-    longest = (block[:, 1:] >= 0).any(axis=0).sum()
-    branch = jnp.searchsorted(jnp.array(lengths), longest)
-    branches = [functools.partial(extend_prefix, length) for length in lengths]
-    return lax.switch(branch, branches, cache)
 
   def _log_probs(
     self,
@@ -423,6 +403,25 @@ def _all_finite(
   """Return for each row whether q and, at each node, the maximum of the logits are finite."""
   finite = jnp.isfinite(logits.max(axis=-1)).all(axis=1)
   return finite if q is None else finite & jnp.isfinite(q.sum(axis=(1, 2)))
+
+
+def _extend(
+  target: Model, params: Any, cache: Any, block: Int[Array, "B K"], tree: AnyTree
+) -> tuple[Float[Array, "B K V"], Float[Array, "B K E"], Any]:
+  """Run the target over a block, cut to the `verify_lengths` that covers the longest proposal."""
+  lengths = tree.verify_lengths
+  if not lengths:
+    return target.extend(params, cache, block, tree)
+
+  def extend_prefix(length: int, cache: Any):
+    logits, hidden, cache = target.extend(params, cache, block[:, : length + 1], chain(length))
+    padding = (0, 0), (0, block.shape[1] - 1 - length), (0, 0)
+    return jnp.pad(logits, padding), jnp.pad(hidden, padding), cache
+
+  longest = (block[:, 1:] >= 0).any(axis=0).sum()
+  branch = jnp.searchsorted(jnp.array(lengths), longest)
+  branches = [functools.partial(extend_prefix, length) for length in lengths]
+  return lax.switch(branch, branches, cache)
 
 
 def _recorded(

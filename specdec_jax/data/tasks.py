@@ -62,7 +62,7 @@ def sources(
   try:
     dataset = registered.source.get_dataset(split=split, shuffle=False)
   except AssertionError as error:  # from TFDS
-    reason = str(error).partition(".")[0]
+    reason = str(error).partition(". ")[0]
     raise InputError(f"{reason}; `tfds build` prepares it (docs/data.md).") from error
   for step in registered.preprocessors:
     if step is seqio.preprocessors.tokenize:

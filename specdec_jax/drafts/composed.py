@@ -44,7 +44,7 @@ def hierarchical_draft(
     draft: loads the draft model.
     inner: loads the cheaper draft, which may be hierarchical too, or a tree (`tree_draft`).
     inner_gamma: number of draft tokens that the cheaper draft proposes per round.
-    width: number of tokens proposed for each position; all follow the first of the last position.
+    width: number of tokens proposed for each position; all follow the first of the position before.
   """
   model, cheaper = (load(target) for load in (draft, inner))
 
@@ -271,7 +271,7 @@ def _build_model(
 
 
 def _rereading(options: DraftOptions, num_tokens: int) -> DraftOptions:
-  return dataclasses.replace(options, reread=max(options.reread, num_tokens))
+  return dataclasses.replace(options, reread=options.reread - 2 + num_tokens)  # 2 by default
 
 
 def _joined(name: str, build: BuildDraft, specs: Sequence[DraftSpec]) -> DraftSpec:

@@ -206,9 +206,10 @@ def extend_last_tokens(
   """Run a draft model over the last `count` committed tokens.
 
   The cache lacks the last draft token of a round if all were accepted. Therefore the pass always
-  covers `count` tokens, although the cache may already hold all but the last. In a row with fewer
-  tokens, it also covers unused slots after them, whose results are not returned. Return the logits
-  and hidden states at the last committed token, and the cache of the tokens before it.
+  covers `count` tokens, or all slots of the text if these are fewer, although the cache may already
+  hold all but the last. In a row with fewer tokens, it also covers unused slots after them, whose
+  results are not returned. Return the logits and hidden states at the last committed token, and the
+  cache of the tokens before it.
   """
   length, count = context.length, min(count, context.tokens.shape[1])
   start = jnp.maximum(length - count, 0)

@@ -46,13 +46,7 @@ def saturation(target: Loaded, layers: Sequence[int], threshold: float | None = 
   require_layers(layers, config.num_decoder_layers)
   if threshold is not None:
     threshold = require_number("threshold", threshold, 0, 1)
-  config, first = of_layers(config, target.params, layers[:1])
-  params = [first]
-  for layer in layers[1:]:
-    one = of_layers(config, target.params, [layer])[1]
-    if "positions" in one["decoder"]:  # they are added once, before the first layer
-      one["decoder"]["positions"] = jnp.zeros_like(one["decoder"]["positions"])
-    params.append(one)
+  config, params = of_layers(config, target.params, layers)
   model = SaturationModel(model_of(config), threshold)
 
   def build(sampling: Sampling, tree: AnyTree, options=DraftOptions()) -> LayerSkipDraft:
@@ -60,15 +54,14 @@ def saturation(target: Loaded, layers: Sequence[int], threshold: float | None = 
     return LayerSkipDraft(ModelDraft(model, sampling, tree, options), tuple(layers))
 
   rule = "unchanged" if threshold is None else f"at {threshold:g}"
-  return DraftSpec(f"layers {','.join(map(str, layers))}, exit {rule}", build, tuple(params))
+  return DraftSpec(f"layers {','.join(map(str, layers))}, exit {rule}", build, params)
 
 
 @dataclasses.dataclass(frozen=True)
 class SaturationModel(WrappedModel):
   """Some layers of a target, of which each token runs the first ones.
 
-  `model` has one layer; the parameters are a sequence with those of each layer. A layer is not run
-  if all tokens of the block have exited.
+  `model` has these layers. A layer is not run if all tokens of the block have exited.
   """
 
   model: T5Model | GPTModel
@@ -82,14 +75,17 @@ class SaturationModel(WrappedModel):
     tree: NodeLayout | None = None,
     first: Int[Array, ""] | int = 0,
   ) -> tuple[Float[Array, "B K V"], Float[Array, "B K E"], Any]:
-    config = self.model.config
+    config = dataclasses.replace(self.model.config, num_decoder_layers=1)
 
     def run(layer: int, x: Array) -> tuple[Array, Array, Any]:
       cfg = dataclasses.replace(config, embedding_norm=config.embedding_norm and layer == 0)
       module = module_of(cfg).clone(feature_layers=(0,))  # the state is that before the final norm
       args = cache_of_layers(cache, [layer]), x, tree, first
       method = "extend_embedded" if layer else "extend"
-      logits, x, after = module.apply({"params": params[layer]}, *args, method=method)
+      _, of_layer = of_layers(cfg, params, [layer])
+      if layer and "positions" in of_layer["decoder"]:  # they are added before the first layer
+        of_layer["decoder"]["positions"] = jnp.zeros_like(of_layer["decoder"]["positions"])
+      logits, x, after = module.apply({"params": of_layer}, *args, method=method)
       return logits, x, after.layers[0]
 
     def go_on(layer: int, logits: Array, x: Array, exited: Array) -> tuple[Any, ...]:
@@ -103,7 +99,7 @@ class SaturationModel(WrappedModel):
 
     logits, x, keys_values = run(0, tokens)
     exited, written = self.exits(logits, None), [keys_values]
-    for layer in range(1, len(params)):
+    for layer in range(1, self.model.config.num_decoder_layers):
       branches = (functools.partial(branch, layer) for branch in (skip, go_on))
       logits, x, exited, keys_values = lax.cond(exited.all(), *branches, logits, x, exited)
       written.append(keys_values)

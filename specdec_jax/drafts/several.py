@@ -1,8 +1,8 @@
 """Several drafts as one: branches of one tree, one after another, or one chosen in each round.
 
-Parameters and states are tuples with one entry per draft, in order. The drafts do not receive the
-outcome of verification, because accepted tokens may come from a different draft. Instead, drafts
-with a cache process all tokens that the last round may have committed at the start of a round
+Parameters, and the states of the drafts, are tuples with one entry per draft, in order. The drafts
+do not receive the outcome of verification, because accepted tokens may be of a different draft.
+Instead, drafts with a cache process all tokens that the last round may have committed at its start
 (`DraftOptions.reread`). Except for a `FallbackDraft`, the drafts must not depend on outcomes or
 stop early.
 """
@@ -164,7 +164,7 @@ class FastestDraft(Draft):
     alphas: estimate of alpha of each draft at the start of a text, which counts like
       `prior_tokens` draft tokens.
     costs: c of each draft.
-    memory: weight of the counts of earlier rounds after a round.
+    memory: weight of the counts of earlier rounds after a round with the draft.
     patience: number of rounds after which a draft that was not chosen is tried again.
   """
 
@@ -198,7 +198,7 @@ class FastestDraft(Draft):
     inner = tuple(d.init(p, context, hidden) for d, p in zip(self.drafts, params, strict=True))
     ones = jnp.ones((len(context.tokens), 1))
     accepted = self.prior_tokens * jnp.array(self.alphas) * ones
-    idle = jnp.zeros(accepted.shape, jnp.int32)
+    idle = jnp.ones(accepted.shape, jnp.int32)
     return ChoiceState(inner, accepted, self.prior_tokens - accepted, idle)
 
   def speeds(self, state: ChoiceState) -> Float[Array, "B drafts"]:
@@ -224,7 +224,7 @@ class FastestDraft(Draft):
       shapes, _ = jax.eval_shape(on_time, draft_state)
       nothing = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
       skip = functools.partial(lambda nothing, draft_state: (nothing, draft_state), nothing)
-      is_late = (state.idle[:, i] > 0).any()
+      is_late = (state.idle[:, i] > 0).all()  # a draft runs for all rows, or for none
       branch = jnp.where(is_chosen[:, i].any(), 1 + is_late, 0)
       proposal, draft_state = lax.switch(branch, [skip, on_time, late], draft_state)
       proposals.append(proposal)

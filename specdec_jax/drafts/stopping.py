@@ -62,8 +62,8 @@ class StoppingDraft(WrappedDraft):
     """Return whether a token is proposed, and the value of `reach` for the token after it.
 
     Args:
-      reach: product of the probabilities so far; 1 for the first token.
-      logits: logits that the token is sampled from.
+      reach: value of the token before it; 1 for the first token.
+      logits: logits of the model at the token, before processors.
     """
     return reach >= threshold, reach * confidence(logits)
 

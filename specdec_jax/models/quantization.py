@@ -1,6 +1,6 @@
 """Quantization of weight matrices: symmetric, to int8 or int4.
 
-An int8 column has one scale. In int4, each group of 128 entries of a column has its own.
+An int8 column has one scale. In int4, each group of gcd(E, 128) entries of a column has its own.
 """
 
 import math

@@ -179,9 +179,9 @@ def residual_labels(
 
   The labels r are at first p, the distribution of the teacher in `text`. Each of the given drafts,
   in the order in which its tokens are tried, replaces r by max(0, r - s q), where q is its
-  distribution and s is the sum of r, at first 1. So r becomes the residual distribution, times the
-  probability that all of these drafts are rejected. A draft that is trained on r learns most where
-  that is likely (boost-tuning, SpecInfer; Miao et al., 2024).
+  distribution and s is the sum of r over the labels, at first 1. So r becomes the residual
+  distribution, times the probability that all of these drafts are rejected. A draft that is trained
+  on r learns most where that is likely (boost-tuning, SpecInfer; Miao et al., 2024).
 
   Args:
     drafts: configuration and parameters of each draft.

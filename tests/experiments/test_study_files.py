@@ -69,8 +69,9 @@ def test_study_parses_with_files_of_models_tasks_and_drafts(paths):
 def test_training_a_draft_further_does_not_overwrite_it(path):
   try:
     run.parse_gin([f"experiments/{path}.gin"], [], [])
-    settings = gin.get_bindings("train.train_draft")
-    assert settings["output"] != settings["start"] == "runs/multi30k_ende/pair/draft"
+    settings = gin.get_bindings("train.train_draft", resolve_references=False)
+    output, start = (settings[name].scoped_configurable_fn() for name in ("output", "start"))
+    assert output != start == "runs/multi30k_ende/pair/draft"
   finally:
     gin.clear_config()
 

@@ -30,6 +30,8 @@ class PathsVerifier(TokenVerifier):
   """`TokenVerifier` for which the target processes a tree as a batch; see the module docstring."""
 
   def round_target(self, target: Model) -> Model:
+    if isinstance(target, WrappedModel):  # it still receives the tree
+      return dataclasses.replace(target, model=self.round_target(target.model))
     return PathsModel(target)
 
 
@@ -37,7 +39,8 @@ class PathsVerifier(TokenVerifier):
 class PathsModel(WrappedModel):
   """Model that processes a static tree as a batch of its paths.
 
-  Between `extend` and `commit`, the cache is a pair: a row per path, and the cache before.
+  Between `extend` and `commit` of a tree that is not a chain, the cache is a pair: a row per path,
+  and the cache before.
   """
 
   def extend(

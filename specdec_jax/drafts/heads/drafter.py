@@ -164,8 +164,9 @@ class DrafterDraft(LevelwiseDraft):
   def propose(
     self, params: Any, state: T5Cache, context: Context, rng: Key[Array, " B"]
   ) -> tuple[Proposal, T5Cache]:
-    start = jnp.maximum(context.length - self.reread, 0)
-    tokens = gather(context.tokens, start[:, None] + jnp.arange(self.reread))
+    count = min(self.reread, context.tokens.shape[1])
+    start = jnp.maximum(context.length - count, 0)
+    tokens = gather(context.tokens, start[:, None] + jnp.arange(count))
     logits, state = self.head.module.apply(
       {"params": params},
       state.replace(length=start),
