@@ -201,6 +201,25 @@ def measure_identity(run: Run, settings: list[Line]) -> Iterator[Line]:
     }
 
 
+def measure_auto(run: Run, settings: list[Line]) -> Iterator[Line]:
+  """Calibrate gamma and the tree, as 'auto' does."""
+  from specdec_jax.core.loading import DecodeSettings
+  from specdec_jax.core.sampling import Sampling
+  from specdec_jax.measure.calibrate import calibrate
+  from specdec_jax.random_models import random_pair
+
+  pair = random_pair(run.target, run.draft, ALPHA, dtype="bfloat16")
+  for setting in settings:
+    since = time.perf_counter()
+    decoding = DecodeSettings(Sampling(0.0), max_new_tokens=run.max_new_tokens)
+    found = calibrate(pair, run.texts, decoding, branching=setting["auto"] == "tree")
+    yield {
+      "chosen": found.gamma if found.tree.is_chain else [*found.tree.parents],
+      "says": str(found),
+      "seconds": round(time.perf_counter() - since, 1),
+    }
+
+
 def measure_transformers(run: Run, settings: list[Line]) -> Iterator[Line]:
   """Time transformers with the same shapes, dtype and number of tokens; it needs torch."""
   import torch
@@ -370,6 +389,7 @@ PARTS = {
   ),
   "int8": Part(1, measure_speed, [_decode(gamma, weights="int8") for gamma in (0, 5)]),
   "int4": Part(1, measure_speed, [_decode(gamma, weights="int4") for gamma in (0, 5)]),
+  "auto": Part(2, measure_auto, [dict(auto=name) for name in ("gamma", "tree")]),
   "transformers": Part(3, measure_transformers, [dict(cache=x) for x in ("dynamic", "static")]),
   "tests": Part(5, run_tests, [dict(tests="contract and decoding")]),
   "table2": Part(25, reproduce_table2, [dict(tables="table2")]),
