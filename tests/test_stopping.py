@@ -1,5 +1,7 @@
 """Test drafts that stop early: proposals, verified lengths, and predictors of acceptance."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -9,8 +11,8 @@ from test_backoff import written
 from test_contract import LIMIT, t5
 from test_speculative import CONFIG, DRAFT_CONFIG
 
+from specdec_jax.core import decode
 from specdec_jax.core.counts import acceptance_by_position
-from specdec_jax.core.decode import Decoder, NullDraft
 from specdec_jax.core.sampling import Sampling
 from specdec_jax.core.trees import Tree, branching, chain
 from specdec_jax.core.types import Outcome, Proposal, Verification
@@ -77,11 +79,11 @@ def test_target_verifies_only_the_proposed_length():
   _, cache = models.target.prefill(models.params, prompts, 12)
   block = jnp.array([[0, 3, -1, -1, -1], [0, 2, 4, -1, -1]])
   args = models.params, cache, block, chain(4)
-  decoder = Decoder(models.target, NullDraft(chain(4)), TokenVerifier(Sampling()))
-  whole, _, _ = decoder._extend(*args)
+  extend = functools.partial(decode._extend, models.target)
+  whole, _, _ = extend(*args)
   for lengths, read in [((1, 2, 3, 4), 3), ((1, 3, 4), 4), ((4,), 5)]:
     tree = Tree(range(4), lengths)
-    logits, hidden, _ = jax.jit(decoder._extend, static_argnums=3)(*args[:3], tree)
+    logits, hidden, _ = jax.jit(extend, static_argnums=3)(*args[:3], tree)
     np.testing.assert_allclose(logits[:, :read], whole[:, :read], atol=1e-5)
     assert not np.asarray(logits[:, read:]).any() and hidden.shape[1] == 5
 
