@@ -381,7 +381,7 @@ _SPEEDS = [_decode(), _decode(5), _decode(3), _decode(7), _decode(5, null=True)]
 _SPEEDS += [_decode(gamma, temperature=1.0) for gamma in (0, 5)]
 _SPEEDS += [_decode(8, nodes=64), _decode(8, nodes=64, null=True)]
 PARTS = {
-  "speed": Part(2, measure_speed, _SPEEDS),
+  "speed": Part(3, measure_speed, _SPEEDS),
   "xla": Part(1, measure_speed, [_decode(gamma, kernels="xla") for gamma in (0, 5)]),
   "identity": Part(2, measure_identity, [dict(identity=x) for x in ("float32", "bfloat16")]),
   "batches": Part(

@@ -118,9 +118,9 @@ def serve_and_distill(
 ) -> None:
   """Decode files with a frozen draft model and one that is distilled online; print a table.
 
-  After each text, one optimizer step moves the draft model towards the target's distributions in
-  the last `texts_per_step` outputs (online speculative decoding; Liu et al., 2024). Other arguments
-  and the records are those of `serve_and_learn`.
+  After each text, once there are `texts_per_step` outputs, one optimizer step moves the draft model
+  towards the target's distributions in the last ones (online speculative decoding; Liu et al.,
+  2024). Other arguments and the records are those of `serve_and_learn`.
 
   Args:
     pair: target and draft. Its `kernels` must be 'xla', and its draft a model.
