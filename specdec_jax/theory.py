@@ -7,12 +7,12 @@ target forward pass over gamma + 1 tokens, divided by that of a target step; the
 Functions for trees take the positional acceptance (Chen et al., Sequoia, 2024). For each rank, that
 is the probability that, of the children of an accepted node, the one with that rank is accepted.
 The rank of a child is its number of earlier siblings. The probabilities are assumed to be the same
-at all nodes, and sum to at most 1.
+at all nodes, and sum to at most 1. With greedy siblings (`Tree.greedy_siblings`) they depend on the
+number of children, and `acceptance` has one sequence for each number of children, from 1.
 """
 
 import concurrent.futures
-import heapq
-import math
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -20,6 +20,8 @@ import numpy as np
 
 from specdec_jax.core.trees import Tree
 from specdec_jax.errors import InputError, require_count, require_number
+
+Acceptance = Sequence[float] | Sequence[Sequence[float]]
 
 
 def expected_tokens(alpha, gamma):
@@ -255,7 +257,7 @@ def text_improvement(
   return float(autoregressive / (starts + rounds * (gamma * c + verify_cost)))
 
 
-def tree_tokens(tree: Tree, acceptance: Sequence[float]) -> float:
+def tree_tokens(tree: Tree, acceptance: Acceptance) -> float:
   """Return the expected number of tokens per round with a tree of draft tokens.
 
   Children whose rank is not in `acceptance`, the positional acceptance, are never accepted.
@@ -263,7 +265,7 @@ def tree_tokens(tree: Tree, acceptance: Sequence[float]) -> float:
   return float(_reach_probs(tree, acceptance).sum())
 
 
-def tree_rates(tree: Tree, acceptance: Sequence[float]) -> list[float]:
+def tree_rates(tree: Tree, acceptance: Acceptance) -> list[float]:
   """Return the acceptance rate at each depth from 1 to D, given acceptance at the depth before.
 
   For a chain, the rate at every depth is alpha. The arguments are those of `tree_tokens`.
@@ -272,40 +274,68 @@ def tree_rates(tree: Tree, acceptance: Sequence[float]) -> list[float]:
   return [float(after / before) if before else 0.0 for before, after in zip(reached, reached[1:])]
 
 
-def _reach_probs(tree: Tree, acceptance: Sequence[float]) -> np.ndarray:
+def _reach_probs(tree: Tree, acceptance: Acceptance) -> np.ndarray:
   """Return, for each node, the probability that it is on the accepted path; 1 for the root."""
   probs = [1.0]
   for parent, rank in zip(tree.parents, tree.ranks):
-    probs.append(probs[parent] * (acceptance[rank] if rank < len(acceptance) else 0.0))
+    ranks = acceptance_of_siblings(acceptance, tree.num_children[parent])
+    probs.append(probs[parent] * (ranks[rank] if rank < len(ranks) else 0.0))
   return np.array(probs)
 
 
-def best_tree(acceptance: Sequence[float], num_nodes: int, depth: int) -> Tree:
+def acceptance_of_siblings(acceptance: Acceptance, count: int) -> tuple[float, ...]:
+  """Return the probability that each of `count` children is accepted; see `tree_tokens`."""
+  rows: Any = acceptance
+  ranks = rows[min(count, len(rows)) - 1] if np.ndim(rows[0]) else rows
+  return tuple(ranks[:count])
+
+
+def best_tree(acceptance: Acceptance, num_nodes: int, depth: int) -> Tree:
   """Return the tree of up to `num_nodes` nodes with the highest expected tokens per round.
 
-  If `acceptance` increases with the rank anywhere, it is first replaced by its running minimum. The
-  value of a node is the product of the acceptance probabilities on its path. It is at most the
-  value of the parent and of each earlier sibling. So the best tree consists of the nodes with the
-  highest values, which a priority queue finds. The result equals that of Sequoia's dynamic program.
-  `num_nodes` includes the root; `depth` limits the draft tokens on a path.
+  `num_nodes` includes the root; `depth` limits the draft tokens on a path. The tree has greedy
+  siblings if `acceptance` depends on the number of children.
   """
   require_count("num_nodes", num_nodes)
   require_count("depth", depth)
-  acceptance = np.asarray(acceptance, float)
-  if not len(acceptance) or not (0 <= acceptance).all() or acceptance.sum() > 1 + 1e-6:
+  rows = tuple(acceptance_of_siblings(acceptance, k + 1) for k in range(len(acceptance)))
+  if not rows or any(min(ranks) < 0 or sum(ranks) > 1 + 1e-6 for ranks in rows):
     raise InputError(f"acceptance is {acceptance}; it must be probabilities of at most 1 together.")
-  acceptance = np.minimum.accumulate(acceptance)
-  chosen: list[tuple[int, ...]] = []
-  queue: list[tuple[float, tuple[int, ...]]] = [(-acceptance[0], (0,))]
-  while queue and len(chosen) < num_nodes - 1:
-    negative_value, path = heapq.heappop(queue)
-    chosen.append(path)
-    if len(path) < depth:
-      heapq.heappush(queue, (negative_value * acceptance[0], (*path, 0)))
-    if path[-1] + 1 < len(acceptance):
-      sibling = math.prod(acceptance[list(path[:-1])]) * acceptance[path[-1] + 1]
-      heapq.heappush(queue, (-sibling, (*path[:-1], path[-1] + 1)))
-  return Tree.from_paths(chosen)
+  parents: list[int] = []
+  nodes = [(0, _best_subtrees(rows, num_nodes, depth)[1][-1])]
+  for node, children in nodes:  # grows
+    for child in children:
+      parents.append(node)
+      nodes.append((len(parents), child))
+  return Tree(parents, greedy_siblings=np.ndim(acceptance[0]) > 0)
+
+
+@functools.cache
+def _best_subtrees(
+  rows: tuple[tuple[float, ...], ...], num_nodes: int, depth: int
+) -> tuple[np.ndarray, list[tuple]]:
+  """Return the most tokens of a subtree of up to 1, 2, ... nodes, and its shape (Sequoia).
+
+  A shape is a tuple of the shapes of the children of the root.
+  """
+  single: tuple = ()
+  values, shapes = np.ones(num_nodes), [single] * num_nodes
+  if not depth:
+    return values, shapes
+  below, shapes_below = _best_subtrees(rows, num_nodes, depth - 1)
+  for ranks in rows:
+    # Values and shapes of the first children, with 0, 1, ... nodes together.
+    total, forests = np.array([0.0] + [-np.inf] * (num_nodes - 1)), [single] * num_nodes
+    for chance in ranks:
+      before, forests_before = total.copy(), forests.copy()
+      total[0] = -np.inf
+      for n in range(1, num_nodes):
+        sums = before[:n][::-1] + chance * below[:n]  # with 1, ..., n nodes of the next child
+        size = int((sums >= sums.max() - 1e-12).argmax())
+        total[n], forests[n] = sums[size], (*forests_before[n - 1 - size], shapes_below[size])
+    for n in np.flatnonzero(1 + total >= values - 1e-12):  # if equal, as many children as possible
+      values[n], shapes[n] = 1 + total[n], forests[n]
+  return values, shapes
 
 
 class ExecutionResult(NamedTuple):

@@ -304,7 +304,8 @@ def test_auto_among_several_gammas(monkeypatch, capsys):
 
 def test_calibration_is_cached_until_a_setting_changes(cache):
   chosen = choose(0.8, costs(), LENGTHS)
-  best = calibrate.Branching(branching(2, 1), (0.7, 0.1), 0.5, 1.5, 1.3, 1.1)
+  tree = Tree((0, 0, 2), greedy_siblings=True)
+  best = calibrate.Branching(tree, ((0.8,), (0.2, 0.7)), 0.5, 1.5, 1.3, 1.1)
   finds, on = [chosen, chosen._replace(branching=best), chosen._replace(gamma=0)], dict(a=1)
 
   def find():
@@ -374,11 +375,10 @@ def test_given_tree_has_the_output_of_autoregressive_decoding(tmp_path):
   assert translated(tmp_path, pair, [0, 0, 1]) == plain_lines(pair)
 
 
-@pytest.mark.slow
-def test_auto_chooses_and_tries_a_tree(tmp_path, monkeypatch, capsys):
+@pytest.fixture
+def trees_are_fast(monkeypatch):
   """In simulated times, drafting and further rows are free, and the tree takes 0.8 of the chain's
   time. A tree of 128 nodes, for which there is not enough memory, is neither timed nor chosen."""
-  pair = tiny_pair.gpt_pair()
   small = dict(GAMMAS=(1, 2), TREES=((4, 2), (128, 4)), NUM_TEXTS=2, SURE_GAIN=0.0)
   for name, value in (small | dict(NODES=(4, 128), DEPTH=2)).items():
     monkeypatch.setattr(calibrate, name, value)
@@ -393,8 +393,31 @@ def test_auto_chooses_and_tries_a_tree(tmp_path, monkeypatch, capsys):
   monkeypatch.setattr(calibrate, "measure_costs", costs)
   monkeypatch.setattr(calibrate, "interleaved_medians", clock)
   monkeypatch.setattr(calibrate, "get_or_compute", lambda find, *rest, **more: (find(), ""))
+
+
+@pytest.mark.slow
+def test_auto_chooses_and_tries_a_tree(tmp_path, trees_are_fast, capsys):
+  pair = tiny_pair.gpt_pair()
   assert translated(tmp_path, pair, "auto") == plain_lines(pair)
   said = " ".join(capsys.readouterr().err.split())
   assert said.startswith("a tree of 4 nodes was chosen: alpha ")
   assert "; tried, 1.25 times as fast as the chain." in said
   assert "; the best tree, 4 nodes of depth 2, has a predicted speedup of " in said
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("gain", [0.1, -0.1])
+def test_auto_chooses_siblings_that_are_accepted_more_often(monkeypatch, trees_are_fast, gain):
+  """With `gain`, a second greedy sibling is accepted so much more often than the first of two."""
+
+  def acceptance(pair, prompts, outputs, sampling, width, lenience, greedy_siblings):
+    if greedy_siblings and width > 1:
+      return np.array([0.1, 0.6 + gain, 0.05, 0.05])[:width]
+    return np.array([0.6, 0.1, 0.05, 0.05, 0.01, 0.01, 0.01, 0.01])[:width]
+
+  monkeypatch.setattr(calibrate, "positional_acceptance", acceptance)
+  settings = DecodeSettings(Sampling(), 2, 12)
+  found = calibrate.calibrate(tiny_pair.pair("near"), TEXTS, settings, branching=True)
+  greedy, sampled = Tree((0, 0, 2), greedy_siblings=True), Tree((0, 0, 1))
+  assert found.branching.tree == (greedy if gain > 0 else sampled)
+  assert ("acceptance of greedy siblings of rank 0" in str(found)) == (gain > 0)

@@ -188,11 +188,6 @@ def independent(models: Models, sampling: Sampling, tree: Tree):
   return ModelDraft(models.draft, sampling, tree, INDEPENDENT), models.draft_params
 
 
-def greedy(models: Models, sampling: Sampling, tree: Tree):
-  options = DraftOptions(greedy_siblings=True)
-  return ModelDraft(models.draft, sampling, tree, options), models.draft_params
-
-
 def drafted(make: Callable[..., DraftSpec], *settings: Any):
   """Return a draft as users pass it to `load_pair`, for a vocabulary whose texts are token ids."""
   vocabulary = mock.MagicMock(Vocabulary, __len__=lambda vocabulary: V, start_id=0)
@@ -344,6 +339,7 @@ def realigned(models: Models, sampling: Sampling, tree: Tree):
 
 
 RAGGED = Tree((0, 0, 1, 1, 2, 4))
+GREEDY_RAGGED = Tree(RAGGED.parents, greedy_siblings=True)
 CASES = {
   "chain": (t5, model, chain(3), TokenVerifier),
   "int8, few tokens": (int8, model, RAGGED, TokenVerifier),
@@ -419,7 +415,7 @@ CASES = {
   "paths": (t5, near, RAGGED, PathsVerifier),
   "paths, GPT": (gpt, model, RAGGED, PathsVerifier),
   "rejection": (t5, independent, branching(2, 2), RejectionVerifier),
-  "greedy siblings": (t5, greedy, RAGGED, TokenVerifier),
+  "greedy siblings": (t5, model, GREEDY_RAGGED, TokenVerifier),
   "typical": (t5, model, RAGGED, TypicalVerifier),
   "top-beta": (gpt, model, chain(2), TopBetaVerifier),
   "rollback": (t5, hand_over, chain(4), RollbackVerifier),

@@ -203,7 +203,13 @@ def test_expected_tokens_of_a_chain_agree_with_equation_1():
   )
 
 
-@pytest.mark.parametrize("acceptance", [(0.6, 0.2, 0.1), (0.9, 0.05), (0.4, 0.3, 0.2, 0.05)])
+# Of several greedy siblings, the second one is the most probable.
+GREEDY_ACCEPTANCE = ((0.8,), (0.2, 0.7), (0.15, 0.7, 0.1))
+
+
+@pytest.mark.parametrize(
+  "acceptance", [(0.6, 0.2, 0.1), (0.9, 0.05), (0.4, 0.2, 0.3, 0.05), GREEDY_ACCEPTANCE]
+)
 @pytest.mark.parametrize("depth", [1, 2, 5])
 def test_best_tree_is_the_best_of_all_trees(acceptance, depth):
   for num_draft_tokens in range(1, 6):
@@ -212,6 +218,7 @@ def test_best_tree_is_the_best_of_all_trees(acceptance, depth):
     tree = theory.best_tree(acceptance, num_draft_tokens + 1, depth)
     assert tree.depth <= depth and tree.num_draft_tokens <= num_draft_tokens
     assert theory.tree_tokens(tree, acceptance) == pytest.approx(best)
+    assert tree.greedy_siblings == (acceptance == GREEDY_ACCEPTANCE)
 
 
 # Acceptance of nodes.
@@ -231,25 +238,27 @@ def small_pair():
 
 
 @pytest.mark.slow
-def test_positional_acceptance_agrees_with_the_rounds_of_decoding():
+@pytest.mark.parametrize("greedy_siblings", [False, True])
+def test_positional_acceptance_agrees_with_the_rounds_of_decoding(greedy_siblings):
   """With one level of siblings, 1,000 rounds on generated texts agree within 6 standard errors."""
   pair, sampling, limit = small_pair(), Sampling(), dict(max_new_tokens=12)
+  tree = Tree([0] * 4, greedy_siblings=greedy_siblings)
   prompt = tiny.sources(tiny.config(vocab_size=12), 0, 160)
   generated = pair.decode_fn(sampling, chain(0))(prompt, row_keys(0, 0, 160), **limit)
   texts = [prompt], [jax.device_get(generated)]
-  acceptance = positional_acceptance(pair, *texts, sampling, width=4)
-  out = jax.device_get(pair.decode_fn(sampling, branching(4))(prompt, row_keys(1, 0, 160), **limit))
+  acceptance = positional_acceptance(pair, *texts, sampling, 4, greedy_siblings=greedy_siblings)
+  out = jax.device_get(pair.decode_fn(sampling, tree)(prompt, row_keys(1, 0, 160), **limit))
   whole = out.rounds.num_emitted == out.rounds.num_accepted + 1
   accepted = out.rounds.path[..., 0][whole]  # 0: no sibling was accepted
   shares = [(accepted == node).mean() for node in range(1, 5)]
   assert len(accepted) > 1000
   np.testing.assert_allclose(acceptance, shares, atol=6 * 0.5 / np.sqrt(len(accepted)))
-  assert (np.diff(acceptance) < 0).all() and acceptance.sum() < 1
-  greedy = Sampling(temperature=0.0)
-  greedy_acceptance = positional_acceptance(pair, *texts, greedy, width=12, lenience=0.3)
-  assert greedy_acceptance.sum() == pytest.approx(1)  # all tokens are proposed
-  alpha = measure_alpha(pair, *texts, greedy, lenience=0.3).alpha
-  assert greedy_acceptance[0] == pytest.approx(alpha)
+  assert acceptance.sum() < 1 and (greedy_siblings or (np.diff(acceptance) < 0).all())
+  argmax = Sampling(temperature=0.0)
+  acceptance = positional_acceptance(pair, *texts, argmax, width=12, lenience=0.3)
+  assert acceptance.sum() == pytest.approx(1)  # all tokens are proposed
+  alpha = measure_alpha(pair, *texts, argmax, lenience=0.3).alpha
+  assert acceptance[0] == pytest.approx(alpha)
 
 
 def test_k_seq_requires_independently_sampled_siblings():

@@ -54,7 +54,7 @@ class NodeLayout(Protocol):
 
 @dataclasses.dataclass(frozen=True)
 class Tree:
-  """Static tree of draft tokens, the same in every round and row. Equal parents mean equal trees.
+  """Static tree of draft tokens, the same in every round and row.
 
   Attributes:
     parents: for each draft token, the node that it follows: node i + 1 follows parents[i]. For a
@@ -62,10 +62,13 @@ class Tree:
     verify_lengths: for a chain that may end early (-1 is a token that was not proposed), the
       lengths for which a target forward pass is compiled, ascending, with gamma last. Empty for a
       tree that is always proposed as a whole.
+    greedy_siblings: whether a draft model samples only the first of several siblings, and the
+      others are the most probable tokens (`core.sampling.sample_siblings`).
   """
 
   parents: Sequence[int] = ()
   verify_lengths: tuple[int, ...] = ()
+  greedy_siblings: bool = False
 
   def __post_init__(self):
     if isinstance(self.parents, range) and self.parents == range(len(self.parents)):

@@ -218,8 +218,6 @@ class DraftOptions(Settings):
       (`core.verify.gumbel`).
     independent_siblings: whether siblings are sampled independently, with replacement (SpecInfer,
       SpecTr), instead of without replacement.
-    greedy_siblings: whether only the first of several siblings is sampled, and the others are the
-      most probable tokens (`core.sampling.sample_siblings`).
     reread: number of committed tokens, the last one included, that a draft with a cache processes
       at the start of a round. 2 suffices unless rounds commit tokens of other drafts.
   """
@@ -227,7 +225,6 @@ class DraftOptions(Settings):
   processors: Processors = ()
   coupled: bool = False
   independent_siblings: bool = False
-  greedy_siblings: bool = False
   reread: int = 2
 
 

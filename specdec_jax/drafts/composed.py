@@ -16,6 +16,7 @@ from specdec_jax.core.trees import (
   branching,
   chain,
   require_chain,
+  require_static,
 )
 from specdec_jax.core.types import BuildDraft, Draft, DraftOptions, DraftSpec, Loaded
 from specdec_jax.drafts.backoff import backoff_ngrams
@@ -176,7 +177,8 @@ def greedy_siblings(target: Loaded, draft: LoadsDraft) -> DraftSpec:
   spec = draft(target)
 
   def build(sampling: Sampling, tree: AnyTree, options=DraftOptions()) -> Draft:
-    return spec.build(sampling, tree, dataclasses.replace(options, greedy_siblings=True))
+    tree = require_static("a draft with greedy siblings", tree)
+    return spec.build(sampling, dataclasses.replace(tree, greedy_siblings=True), options)
 
   return dataclasses.replace(spec, name=f"{spec.name}, greedy siblings", build=build, path=None)
 

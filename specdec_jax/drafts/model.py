@@ -190,7 +190,7 @@ def draft_tree(
       tree.num_children[above:first],
       options.independent_siblings,
       options.coupled,
-      options.greedy_siblings,
+      tree.greedy_siblings,
     )
     levels.append(Proposal(level_tokens, level_q))
     if last < tree.num_nodes:

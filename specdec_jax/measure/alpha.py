@@ -3,6 +3,7 @@
 Axis letters are those of `core.types`, except that T counts the tokens of an output.
 """
 
+import dataclasses
 import functools
 import math
 from collections.abc import Sequence
@@ -159,13 +160,15 @@ def positional_acceptance(
   sampling: Sampling,
   width: int = 8,
   lenience: float = 1.0,
+  greedy_siblings: bool = False,
 ) -> Float[np.ndarray, " W"]:
   """Measure positional acceptance: the probability that the child of each rank is accepted.
 
   At each token that the target generated, the draft proposes `width` children. The probability that
   token verification accepts each of them (and rejects the earlier ones) is computed, not sampled.
   """
-  tree, total, count = branching(width), np.zeros(width), 0
+  tree = dataclasses.replace(branching(width), greedy_siblings=greedy_siblings)
+  total, count = np.zeros(width), 0
   draft = pair.draft.build(sampling, tree)
   for prompt, output in zip(prompts, decoded):
     logits = teacher_forced_logits(pair.target.model, pair.target.params, prompt, output.tokens)

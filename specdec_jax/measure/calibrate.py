@@ -4,9 +4,10 @@ A calibration decodes some of the texts of a run and times the parts of rounds. 
 predict the speed of each gamma; if the predicted speedup is small, a trial measures it. If the
 speedup is below LEAST_GAIN, gamma is 0: decoding is autoregressive.
 
-With tree = 'auto', the speed of trees is predicted, too (Chen et al., Sequoia, 2024). The best tree
-is used if a trial finds it at least LEAST_GAIN times as fast as the chosen gamma. Calibrations are
-cached on disk, in the folder of jax's compilation cache.
+With tree = 'auto', the speed of trees is predicted, too (Chen et al., Sequoia, 2024), with sampled
+and with greedy siblings (Hu et al., 2025). The best tree is used if a trial finds it at least
+LEAST_GAIN times as fast as the chosen gamma. Calibrations are cached on disk, in the folder of
+jax's compilation cache.
 """
 
 import contextlib
@@ -45,26 +46,29 @@ REPEATS = 5  # number of timings of each part of a round
 TRIALS = 8  # minimum number of timed decodes in a trial
 LEAST_GAIN = 1.02  # speedup, predicted or tried, below which speculation is not used
 NODES, DEPTH = (4, 8, 16, 32, 64), 10  # sizes and maximum depth of the trees to choose from
+WIDTH, GREEDY_WIDTH = 8, 4  # maximum number of children, sampled and with greedy siblings
 
 
 class Branching(NamedTuple):
   """Best tree that is not a chain, and the values on which the choice is based."""
 
   tree: Tree  # with the highest predicted speed
-  acceptance: tuple[float, ...]  # for each rank, how often the child of that rank is accepted
+  acceptance: theory.Acceptance  # positional acceptance
   drafting: float  # predicted time to draft the tree, in target steps
   v: float  # predicted time of a round without drafting, in target steps
   speedup: float  # predicted
   tried: float | None = None  # measured speed relative to the chosen gamma; None without a trial
 
   def __str__(self) -> str:
-    ranks = ", ".join(f"{chance:.2f}" for chance in self.acceptance[:3])
+    of_three = theory.acceptance_of_siblings(self.acceptance, 3)
+    ranks = ", ".join(f"{chance:.2f}" for chance in of_three)
+    siblings = "greedy siblings" if self.tree.greedy_siblings else "children"
     tokens = theory.tree_tokens(self.tree, self.acceptance)
     tried = "" if self.tried is None else f"; tried, {self.tried:.2f} times as fast as the chain"
     return (
       f"the best tree, {self.tree.num_nodes} nodes of depth {self.tree.depth}, has a predicted "
       f"speedup of {self.speedup:.2f}: {tokens:.2f} tokens per round, drafting "
-      f"{self.drafting:.2f} and v {self.v:.2f} steps, acceptance of children of rank 0, 1, 2: "
+      f"{self.drafting:.2f} and v {self.v:.2f} steps, acceptance of {siblings} of rank 0, 1, 2: "
       f"{ranks}{tried}"
     )
 
@@ -155,7 +159,7 @@ def choose(
 
 
 def choose_tree(
-  acceptance: Sequence[float], costs: Mapping[Tree, Costs], lengths: Sequence[Sequence[int]]
+  acceptance: theory.Acceptance, costs: Mapping[Tree, Costs], lengths: Sequence[Sequence[int]]
 ) -> Branching:
   """Choose the tree with the best predicted speed; chains are excluded.
 
@@ -164,8 +168,6 @@ def choose_tree(
   the measured trees. The time of drafting is a cost per level (one call of the draft) plus a cost
   per draft token, both fitted by least squares. The equation of a tree is divided by v, because its
   drafting time is the difference of two measured times of rounds, whose error grows with them.
-
-  `acceptance` has for each rank the probability that the child of that rank is the accepted one.
   """
   starts = next(iter(costs.values())).prefill_steps
   shapes = np.array([(t.depth, t.num_draft_tokens, t.depth * cost.c) for t, cost in costs.items()])
@@ -181,7 +183,7 @@ def choose_tree(
       speedup = theory.text_improvement(
         rates, tree.depth, drafting / tree.depth, v, lengths, *starts
       )
-      candidates.append(Branching(tree, tuple(acceptance), float(drafting), v, speedup))
+      candidates.append(Branching(tree, acceptance, float(drafting), v, speedup))
   return max(candidates, key=lambda candidate: candidate.speedup)
 
 
@@ -299,7 +301,7 @@ class _Calibrator:
     lengths = [output.lengths.tolist() for output in outputs]
     trees = [*map(chain, GAMMAS)]
     if branching:
-      ranks = self.acceptance_of_ranks(outputs)
+      ranks = self.acceptance_of_ranks(outputs, WIDTH)
       smallest, *others = (theory.best_tree(ranks, nodes, depth) for nodes, depth in TREES)
       alpha = ranks[0]
       trees += [smallest, *filter(self.fits, others)]
@@ -321,6 +323,13 @@ class _Calibrator:
     if branching:
       tree_costs = dict(zip(trees[len(GAMMAS) :], costs[len(GAMMAS) :]))
       best = choose_tree(ranks, tree_costs, lengths)
+      if self.samples_siblings:
+        greedy = [
+          self.acceptance_of_ranks(outputs, width, greedy_siblings=True)
+          for width in range(2, GREEDY_WIDTH + 1)
+        ]
+        found = choose_tree((ranks[:1], *greedy), tree_costs, lengths)
+        best = max(best, found, key=lambda each: each.speedup)
       if best.speedup >= LEAST_GAIN * chosen.speedups[chosen.gamma]:
         best = best._replace(tried=self.trial(best.tree, chain(chosen.gamma)))
       chosen = chosen._replace(branching=best)
@@ -345,6 +354,16 @@ class _Calibrator:
     decode = self.pair.decode_fn(settings.sampling, tree, settings.lenience)
     return functools.partial(decode, max_new_tokens=settings.max_new_tokens)
 
+  @property
+  def samples_siblings(self) -> bool:
+    """Whether siblings are sampled, and without replacement."""
+    verifier = self.pair.verifier_for(self.settings.sampling)
+    return not (
+      self.settings.sampling.is_argmax
+      or verifier.needs_independent_siblings
+      or verifier.uses_position_keys
+    )
+
   def fits(self, tree: Tree) -> bool:
     """Return whether memory suffices for the longest text with a tree."""
     pair, settings = self.pair, self.settings
@@ -363,7 +382,9 @@ class _Calibrator:
       return False
     return True
 
-  def acceptance_of_ranks(self, outputs: Sequence[DecodeResult]) -> list[float]:
+  def acceptance_of_ranks(
+    self, outputs: Sequence[DecodeResult], width: int, greedy_siblings: bool = False
+  ) -> tuple[float, ...]:
     longest = -(-max(int(output.lengths.max()) for output in outputs) // 16) * 16
     # Row by row, because q has several distributions per token and would take much memory.
     rows = [slice(i, i + 1) for i in range(self.settings.batch_size)]
@@ -373,9 +394,11 @@ class _Calibrator:
       for output in outputs
       for row in rows
     ]
-    return positional_acceptance(
-      self.pair, prompts, cut, self.settings.sampling, lenience=self.settings.lenience
-    ).tolist()
+    settings = self.settings
+    acceptance = positional_acceptance(
+      self.pair, prompts, cut, settings.sampling, width, settings.lenience, greedy_siblings
+    )
+    return tuple(acceptance.tolist())
 
   def trial(self, tree: Tree, baseline: Tree) -> float:
     """Return the speed with a tree / the speed with a baseline tree, from interleaved timings."""
@@ -416,7 +439,7 @@ def get_or_compute(
   calibration = compute()
   fields = calibration._asdict()
   if (best := calibration.branching) is not None:
-    fields["branching"] = best._asdict() | dict(tree=best.tree.parents)
+    fields["branching"] = best._asdict() | dict(tree=dataclasses.asdict(best.tree))
   date = f"{datetime.datetime.now(datetime.UTC):%Y-%m-%d}"
   with contextlib.suppress(OSError):  # if it cannot be written, the next run computes it again
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -426,11 +449,17 @@ def get_or_compute(
 
 
 def _parsed(fields: dict[str, Any]) -> Calibration:
+  fields = _with_tuples(fields)
   if (best := fields["branching"]) is not None:
-    tree, acceptance = Tree(best["tree"]), tuple(best["acceptance"])
-    fields["branching"] = Branching(**best | dict(tree=tree, acceptance=acceptance))
-  lists = {name: tuple(value) for name, value in fields.items() if isinstance(value, list)}
-  return Calibration(**fields | lists)
+    fields["branching"] = Branching(**best | dict(tree=Tree(**best["tree"])))
+  return Calibration(**fields)
+
+
+def _with_tuples(value: Any) -> Any:
+  """Return a JSON value with tuples in place of lists."""
+  if isinstance(value, dict):
+    return {name: _with_tuples(each) for name, each in value.items()}
+  return tuple(map(_with_tuples, value)) if isinstance(value, list) else value
 
 
 def cache_key(

@@ -143,13 +143,15 @@ def decode(
           f"{run_file} is of a run with {name} {shown(run['settings'][name])}, and this one has "
           f"{shown(value)}; choose another OUTPUT_DIR, or delete that folder."
         )
-    chosen = Tree(run["parents"])
+    chosen = Tree(run["parents"], greedy_siblings=run.get("greedy_siblings", False))
   else:  # a run without outputs does not bind the next run
     if chosen is None:
       pair = load_pair()
       chosen = resolve_tree(gamma, tree, pair, [*filter(pair.can_decode, lines)], settings)
     beam_pipeline.make_folder(folder)
-    run = dict(settings=description, parents=[*chosen.parents])
+    run = dict(
+      settings=description, parents=[*chosen.parents], greedy_siblings=chosen.greedy_siblings
+    )
     beam_pipeline.write_records(run_file, [run])
   num_batches = -(-len(sources) // batch_size)
   starts = [num_batches * i // num_shards * batch_size for i in range(num_shards)]
