@@ -16,7 +16,6 @@ from specdec_jax.core.trees import (
   branching,
   chain,
   require_chain,
-  require_static,
 )
 from specdec_jax.core.types import BuildDraft, Draft, DraftOptions, DraftSpec, Loaded
 from specdec_jax.drafts.backoff import backoff_ngrams
@@ -142,12 +141,14 @@ def tree_draft(
   draft: LoadsDraft,
   widths: Sequence[int] = (),
   num_draft_tokens: int | None = None,
+  greedy_siblings: bool = False,
 ) -> DraftSpec:
   """Return a draft that proposes a tree of depth gamma in place of a chain of length gamma.
 
   Args:
     widths: number of children of each node at depth 0, 1, ...; 1 at depths past the end.
     num_draft_tokens: that of a dynamic tree, instead of `widths`; 1 if gamma is 1.
+    greedy_siblings: see `Tree`; not for dynamic trees.
   """
   if bool(widths) == (num_draft_tokens is not None):
     raise InputError("A tree has widths, or num_draft_tokens if it is dynamic; give one.")
@@ -157,7 +158,8 @@ def tree_draft(
       return DynamicTree(
         num_draft_tokens if depth > 1 else 1, depth
       )  # depth 1: the best token only
-    return branching(*(*widths, *[1] * (depth - len(widths)))[:depth])
+    tree = branching(*(*widths, *[1] * (depth - len(widths)))[:depth])
+    return dataclasses.replace(tree, greedy_siblings=greedy_siblings)
 
   spec = draft(target)
 
@@ -165,22 +167,8 @@ def tree_draft(
     return spec.build(sampling, shape(tree.depth), options)
 
   size = f"tree of {num_draft_tokens}" if num_draft_tokens else f"tree {'x'.join(map(str, widths))}"
+  size = f"greedy siblings, {size}" if greedy_siblings else size
   return dataclasses.replace(spec, name=f"{spec.name}, {size}", build=build, path=None)
-
-
-def greedy_siblings(target: Loaded, draft: LoadsDraft) -> DraftSpec:
-  """Return a draft model that samples only the first of several siblings (Hu et al., 2025).
-
-  Its siblings are, in this order, a token sampled from q without the most probable tokens, and
-  these tokens. So the most probable token is the second child, below which a tree is best deep.
-  """
-  spec = draft(target)
-
-  def build(sampling: Sampling, tree: AnyTree, options=DraftOptions()) -> Draft:
-    tree = require_static("a draft with greedy siblings", tree)
-    return spec.build(sampling, dataclasses.replace(tree, greedy_siblings=True), options)
-
-  return dataclasses.replace(spec, name=f"{spec.name}, greedy siblings", build=build, path=None)
 
 
 def prompt_lookup_or_ngrams(
