@@ -273,9 +273,9 @@ def status_table(all_claims: Sequence[Claim] | None = None) -> Table:
     rows,
     (
       f"{len(all_claims)} numbers: {counts}.",
-      "Two numbers in a row are at temperature 0 and 1, unless the row names the temperature. A "
-      "stand-in is another model or another text: its number is shown next to the paper's, but is "
-      "not a reproduction of it.",
+      "The two numbers in a row of Tables 2 to 4 are at temperature 0 and 1. A stand-in is another "
+      "model or another text: its number is shown next to the paper's, but is not a reproduction "
+      "of it.",
       "Appendix A.5 prints improvement factors with lenience at temperature 1 without a gamma. Our "
       "value is Theorem 8 with the best gamma for the printed alpha and c.",
     ),

@@ -34,7 +34,7 @@ class ForestDraft(Draft):
   with its own key. Equal tokens of two drafts remain two nodes, each with the q of its own draft,
   and the nodes are verified in the order of the drafts. `core.verify.merging.MergingVerifier`
   continues equal tokens of several drafts as one node. It would not be exact to leave out one of
-  the nodes, or to verify them in random order (`tests/test_verifiers.py`).
+  the nodes (`tests/test_verifiers.py`).
   """
 
   drafts: tuple[Draft, ...]
