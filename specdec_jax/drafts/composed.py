@@ -152,17 +152,19 @@ def tree_draft(
   if bool(widths) == (num_draft_tokens is not None):
     raise InputError("A tree has widths, or num_draft_tokens if it is dynamic; give one.")
 
-  def shape(depth: int) -> AnyTree:
+  def shape(tree: AnyTree) -> AnyTree:
+    depth = tree.depth
     if num_draft_tokens is not None:
       return DynamicTree(
         num_draft_tokens if depth > 1 else 1, depth
       )  # depth 1: the best token only
-    return branching(*(*widths, *[1] * (depth - len(widths)))[:depth])
+    parents = branching(*(*widths, *[1] * (depth - len(widths)))[:depth]).parents
+    return dataclasses.replace(require_static("a tree of widths", tree), parents=parents)
 
   spec = draft(target)
 
   def build(sampling: Sampling, tree: AnyTree, options=DraftOptions()) -> Draft:
-    return spec.build(sampling, shape(tree.depth), options)
+    return spec.build(sampling, shape(tree), options)
 
   size = f"tree of {num_draft_tokens}" if num_draft_tokens else f"tree {'x'.join(map(str, widths))}"
   return dataclasses.replace(spec, name=f"{spec.name}, {size}", build=build, path=None)
