@@ -302,7 +302,7 @@ def best_tree(acceptance: Acceptance, num_nodes: int, depth: int) -> Tree:
   if not rows or any(min(ranks) < 0 or sum(ranks) > 1 + 1e-6 for ranks in rows):
     raise InputError(f"acceptance is {acceptance}; it must be probabilities of at most 1 together.")
   parents: list[int] = []
-  nodes = [(0, _best_subtrees(rows, num_nodes, depth)[1][-1])]
+  nodes = [(0, _best_subtrees(rows, num_nodes, min(depth, num_nodes - 1))[1][-1])]
   for node, children in nodes:  # grows
     for child in children:
       parents.append(node)

@@ -8,10 +8,16 @@ import pytest
 import tiny_pair
 
 from specdec_jax.core.sampling import Sampling
-from specdec_jax.core.trees import chain
+from specdec_jax.core.trees import Tree, chain
 from specdec_jax.core.types import DraftSpec
 from specdec_jax.core.verify.blocks import BlockVerifier
-from specdec_jax.drafts.composed import cascade_draft, draft_sampling, forest_draft, stopping_draft
+from specdec_jax.drafts.composed import (
+  cascade_draft,
+  draft_sampling,
+  forest_draft,
+  stopping_draft,
+  tree_draft,
+)
 from specdec_jax.drafts.layer_skip import layer_skip
 from specdec_jax.drafts.prompt_lookup import prompt_lookup
 from specdec_jax.errors import InputError
@@ -44,6 +50,12 @@ def test_drafts_of_a_forest_are_branches():
   factory = forest_draft(tiny_pair.pair().target, [near, prompt_lookup])
   draft = factory.build(GREEDY, chain(2))
   assert factory.name == "near and copy-3" and draft.tree.parents == (0, 0, 1, 2)
+
+
+def test_greedy_siblings_of_a_tree():
+  spec = tree_draft(tiny_pair.pair().target, near, (2,), greedy_siblings=True)
+  assert spec.build(RANDOM, chain(2)).tree == Tree((0, 0, 1, 2), greedy_siblings=True)
+  assert spec.name == "near, greedy siblings, tree 2"
 
 
 @pytest.mark.usefixtures("unchecked")

@@ -210,7 +210,7 @@ GREEDY_ACCEPTANCE = ((0.8,), (0.2, 0.7), (0.15, 0.7, 0.1))
 @pytest.mark.parametrize(
   "acceptance", [(0.6, 0.2, 0.1), (0.9, 0.05), (0.4, 0.2, 0.3, 0.05), GREEDY_ACCEPTANCE]
 )
-@pytest.mark.parametrize("depth", [1, 2, 5])
+@pytest.mark.parametrize("depth", [1, 2, 5, 10_000])
 def test_best_tree_is_the_best_of_all_trees(acceptance, depth):
   for num_draft_tokens in range(1, 6):
     shallow = [tree for tree in all_trees(num_draft_tokens) if tree.depth <= depth]

@@ -166,8 +166,9 @@ def tree_draft(
   def build(sampling: Sampling, tree: AnyTree, options=DraftOptions()) -> Draft:
     return spec.build(sampling, shape(tree.depth), options)
 
-  size = f"tree of {num_draft_tokens}" if num_draft_tokens else f"tree {'x'.join(map(str, widths))}"
-  size = f"greedy siblings, {size}" if greedy_siblings else size
+  size = f"tree of {num_draft_tokens}"
+  if widths:
+    size = f"{'greedy siblings, ' * greedy_siblings}tree {'x'.join(map(str, widths))}"
   return dataclasses.replace(spec, name=f"{spec.name}, {size}", build=build, path=None)
 
 
