@@ -6,7 +6,7 @@ from beartype import BeartypeConf, beartype
 from beartype.roar import BeartypeDecorHintPep3119Exception
 
 # Functions that check their arguments themselves, with error messages of the library.
-SELF_CHECKED = {"__init__", "from_paths"}
+SELF_CHECKED = {"__init__"}
 
 
 def checked(function: Callable) -> Callable:

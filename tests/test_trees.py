@@ -66,11 +66,9 @@ def test_chains_of_one_length_are_equal_and_a_long_chain_needs_no_memory():
   assert chain(2**31 - 1).depth == 2**31 - 1  # exceeds any memory, but only when it is used
 
 
-def test_trees_from_branching_factors_and_from_paths():
+def test_trees_from_branching_factors():
   assert branching(2, 2) == Tree((0, 0, 1, 1, 2, 2))
   assert branching(3, 2, 1).num_draft_tokens == 3 + 6 + 6
-  paths = [(0,), (1,), (0, 0), (0, 1), (1, 0), (0, 1, 0)]
-  assert Tree.from_paths(paths) == Tree.from_paths(paths[::-1]) == RAGGED
 
 
 @pytest.mark.parametrize("parents", [(1,), (0, 2), (0, 0, 1, 0), (0, -1), (-1, 0), (0, 1, 1, 0)])
@@ -82,8 +80,6 @@ def test_parents_that_are_not_in_level_order_are_rejected(parents):
 @pytest.mark.parametrize(
   "make, words",
   [
-    (lambda: Tree.from_paths([(1,)]), r"\(1,\) but not \(0,\)"),
-    (lambda: Tree.from_paths([(0,), (1, 0)]), r"\(1, 0\) but not \(1,\)"),
     (lambda: require_chain("this draft", RAGGED), "this draft proposes chains"),
     (lambda: chain(-1), "gamma is -1"),
     (lambda: theory.best_tree([0.5, 0.6], 4, 2), "at most 1 together"),

@@ -82,20 +82,6 @@ class Tree:
     is_chain = parents == (*range(len(parents)),)
     object.__setattr__(self, "parents", range(len(parents)) if is_chain else parents)
 
-  @classmethod
-  def from_paths(cls, paths: Sequence[Sequence[int]]) -> "Tree":
-    """Return the tree given by the path to each node: one rank per depth, as in Medusa.
-
-    For example, (0,), (1,), (0, 0) are two children of node 0, the first of which has a child.
-    """
-    nodes: list[tuple[int, ...]] = [()]
-    nodes += sorted({tuple(path) for path in paths}, key=lambda path: (len(path), path))
-    for path in nodes[1:]:
-      before = (*path[:-1], path[-1] - 1) if path[-1] else path[:-1]
-      if before not in nodes:
-        raise InputError(f"A tree has the path {path} but not {before}, which comes before it.")
-    return cls(tuple(nodes.index(path[:-1]) for path in nodes[1:]))
-
   @property
   def num_nodes(self) -> int:
     """K, the number of nodes, including the last committed token."""
