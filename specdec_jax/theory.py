@@ -21,7 +21,7 @@ import numpy as np
 from specdec_jax.core.trees import Tree
 from specdec_jax.errors import InputError, require_count, require_number
 
-Acceptance = Sequence[float] | Sequence[Sequence[float]]
+Acceptance = Sequence[float] | Sequence[Sequence[float]]  # see the module docstring
 
 
 def expected_tokens(alpha, gamma):
@@ -284,7 +284,7 @@ def _reach_probs(tree: Tree, acceptance: Acceptance) -> np.ndarray:
 
 
 def acceptance_of_siblings(acceptance: Acceptance, count: int) -> tuple[float, ...]:
-  """Return the probability that each of `count` children is accepted; see `tree_tokens`."""
+  """Return the probability of each of `count` children to be the accepted one."""
   rows: Any = acceptance
   ranks = rows[min(count, len(rows)) - 1] if np.ndim(rows[0]) else rows
   return tuple(ranks[:count])

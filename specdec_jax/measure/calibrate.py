@@ -356,7 +356,7 @@ class _Calibrator:
 
   @property
   def samples_siblings(self) -> bool:
-    """Whether siblings are sampled, and without replacement."""
+    """True if the verifier is given siblings that are sampled without replacement."""
     verifier = self.pair.verifier_for(self.settings.sampling)
     return not (
       self.settings.sampling.is_argmax

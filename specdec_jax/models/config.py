@@ -50,8 +50,8 @@ class TransformerConfig:
       matmuls.
     kernels: 'xla'; 'skinny' for `kernels.skinny`, which decodes faster on a CPU; or 'gpu' for
       `kernels.gpu`, with which XLA compiles fewer kernels. With 'skinny', the matrices of linear
-      layers are packed in panels (`skinny.pack`), and may be bfloat16; with 'gpu', small
-      ones are transposed (`gpu.is_transposed`).
+      layers are packed in panels (`skinny.pack`), and may be bfloat16; with 'gpu', small ones are
+      transposed (`gpu.is_transposed`).
     weights: 'float'; or 'int8' or 'int4' if the matrices of linear layers are quantized
       (`quantization.quantize`). int4 needs other kernels than 'skinny'.
     dtype: float32 or bfloat16. It is the dtype of matmuls, except that 'xla' computes logits in
