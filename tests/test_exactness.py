@@ -12,6 +12,8 @@ import numpy as np
 import pytest
 import tiny
 import tiny_pair
+from self_draft import rounds_of_self_draft
+from slots import slots_hold
 from test_processors import FAULTS
 from test_t5 import sees_its_cousins
 from tiny import speculative_decode
@@ -43,9 +45,8 @@ from specdec_jax.exactness.argmax import (
 )
 from specdec_jax.exactness.checker import Checker, Setting, rounds_row, samples_row
 from specdec_jax.exactness.martingale import detectable_shift, within_rounds
-from specdec_jax.exactness.paths import plans_of, rounds_of_self_draft, shapes_of
+from specdec_jax.exactness.paths import plans_of, shapes_of
 from specdec_jax.exactness.processed import target_probs
-from specdec_jax.exactness.slots import NUM_SLOTS
 from specdec_jax.exactness.texts import score_texts
 from specdec_jax.load import load_pair
 from specdec_jax.models.layers import RelativePositionBias
@@ -378,14 +379,14 @@ def of_setting(check, sampling, gamma=3, pair=None, **settings):
   """Return the result of a check of one setting, with the settings of a default run."""
   checker = Checker(pair or tiny_pair.pair(), SENTENCES, [chain(gamma)], 8, 64, 0, None)
   checker.moved[chain(gamma)] = 0.0
-  batch_size = {"slots": NUM_SLOTS, "rounds": 32}.get(check, 8)
+  batch_size = 32 if check == "rounds" else 8
   return getattr(checker, check)(Setting(sampling, chain(gamma), batch_size), **settings)
 
 
 @pytest.mark.parametrize("sampling", [GREEDY, Sampling()], ids=["argmax", "sampling"])
 def test_exact_slots_pass(sampling):
-  row = of_setting("slots", sampling, seed=0)
-  assert row.holds and row.found == "12 of 12"
+  holds, found = slots_hold(tiny_pair.pair(), SENTENCES, sampling, chain(3))
+  assert holds and not found.divergences
 
 
 @pytest.mark.parametrize(
@@ -405,7 +406,7 @@ def test_slot_that_keeps_a_field_of_the_previous_text_is_detected(field, samplin
 
   monkeypatch.setattr(batching, "_exchange", exchange)
   monkeypatch.setattr(batching, "_run", jax.jit(lambda *args, **more: batching.run(*args, **more)))
-  assert not of_setting("slots", sampling, seed=0).holds
+  assert not slots_hold(tiny_pair.pair(), SENTENCES, sampling, chain(3))[0]
 
 
 @pytest.mark.parametrize(
@@ -419,8 +420,8 @@ def test_wrong_log_probs_are_detected(change, monkeypatch):
       return super()._log_probs(change(before), change(after), *rest)
 
   monkeypatch.setattr(pair_module, "Decoder", Wrong)
-  row = of_setting("slots", GREEDY, seed=0)
-  assert row.found == "12 of 12" and not row.holds
+  holds, found = slots_hold(tiny_pair.pair(), SENTENCES, GREEDY, chain(3))
+  assert not found.divergences and not holds
 
 
 @pytest.mark.parametrize("number", [1, -1])
@@ -671,6 +672,7 @@ def check(**changes):
     max_new_tokens=12,
     num_tokens=400,
     num_draft_tokens=200,
+    num_rounds=512,
     trees=(),
     dynamic=(),
     long_tokens=0,
@@ -703,10 +705,17 @@ def test_long_texts_of_the_check_use_all_positions():
 def test_correct_pair_passes(capsys):
   check(long_tokens=40)
   rows, notes = report(capsys)
-  assert [row[0] for row in rows] == ["ok"] * 15
-  assert notes == ["15 of 15 checks hold, in float32 on cpu."]
+  assert [row[0] for row in rows] == ["ok"] * 16
+  assert notes[0].startswith(
+    "Smallest errors that are detected nine times in ten: the verifier alo"
+  )
+  assert notes[1:] == ["16 of 16 checks hold, in float32 on cpu."]
   setting = "temperature 1 top-k 10, gamma 2"
+  alone = "verifier alone"
   assert [row[1:3] for row in rows] == [
+    [alone, "temperature 0, gamma 3"],
+    [alone, "temperature 1 top-k 3, gamma 3"],
+    ["draft with verifier", setting],
     ["logits", "gamma 2"],
     ["rounds", f"{setting}, batch 32"],
     ["rounds", f"{setting}, long texts, batch 8"],
@@ -714,7 +723,7 @@ def test_correct_pair_passes(capsys):
       [check, "all rounds"]
       for check in (
         "acceptance",
-        "draft_tokens",
+        "draft tokens",
         "next tokens",
         "independence within rounds",
         "independence between rounds",
@@ -722,8 +731,6 @@ def test_correct_pair_passes(capsys):
     ),
     ["outputs", "temperature 0, gamma 2, batch 4"],
     ["outputs", "temperature 0, gamma 2, long texts, batch 4"],
-    ["slots", "temperature 0, gamma 2, batch 3"],
-    ["slots", f"{setting}, batch 3"],
     ["samples", f"{setting}, batch 4"],
     ["samples", "temperature 1 top-k 10, autoregressive, batch 4"],
     ["samples", "all settings"],
@@ -732,7 +739,6 @@ def test_correct_pair_passes(capsys):
   assert "detects a bias of" in found["acceptance"][-1]
   assert "detects a temperature wrong by" in found["next tokens"][-1]
   assert found["independence between rounds"][-1].startswith("119 correlations")
-  assert found["slots"][1] == "12 of 12" and "log-probabilities off by" in found["slots"][-1]
   assert found["outputs"][1] == "4 of 4" and "40 tokens each" in found["outputs"][-1]
   assert "of tokens from the draft's distribution" in found["samples"][-1]
   assert float(found["samples"][1].removeprefix("p = ")) > 1e-3
@@ -742,19 +748,17 @@ def test_trees_are_checked_and_a_verifier_without_scored_rounds_is_named(capsys)
   pair = dataclasses.replace(tiny_pair.pair(), verifier=BlockVerifier)
   check(pair=pair, gammas=(), trees=[(0, 0, 1)])
   rows, notes = report(capsys)
-  checks = "logits", "outputs", *["slots"] * 2, *["samples"] * 3
+  checks = *["verifier alone"] * 2, "draft with verifier", "logits", "outputs", *["samples"] * 3
   assert [row[:2] for row in rows] == [["ok", check] for check in checks]
-  assert rows[4][2] == "temperature 1 top-k 10, tree (0, 0, 1), batch 4"
-  assert "on each of the tree's paths" in rows[1][-1]
+  assert rows[5][2] == "temperature 1 top-k 10, tree (0, 0, 1), batch 4"
   assert notes[0] == "For BlockVerifier, outputs were checked, but not rounds."
 
 
 def test_dynamic_trees_are_checked_without_their_rounds(capsys):
   check(gammas=(), dynamic=[(5, 2)])
   rows, notes = report(capsys)
-  assert rows[1][:4] == ["ok", "outputs", "temperature 0, dynamic tree 5/2, batch 4", "4 of 4"]
-  assert "with the target as draft on each of the tree's paths in turn" in rows[1][-1]
-  assert len(rows) == 7 and {row[0] for row in rows} == {"ok"}
+  assert rows[4][:4] == ["ok", "outputs", "temperature 0, dynamic tree 5/2, batch 4", "4 of 4"]
+  assert len(rows) == 8 and {row[0] for row in rows} == {"ok"}
   assert notes[0] == "For dynamic trees, outputs were checked, but not rounds."
 
 
@@ -781,7 +785,7 @@ def test_correct_pair_with_processors_passes(capsys):
   check(samplings=[Sampling()], gammas=(), trees=[(0, 0, 1)], generation=generation)
   said = capsys.readouterr().out
   assert "Logits processors: RepetitionPenalty, NoRepeatNgram, MinLength, ForcedTokens." in said
-  assert "FAIL" not in said and said.count("\nok  ") == 11
+  assert "FAIL" not in said and said.count("\nok  ") == 12
 
 
 @pytest.mark.parametrize("fault, temperature", [(FAULTS[0], 1.0), (FAULTS[1], 0.0)])
@@ -793,6 +797,7 @@ def test_wrong_text_of_processors_is_a_fault(fault, temperature, monkeypatch, ca
   monkeypatch.setattr(decode, "node_prefixes", fault)
   generation = GenerationConfig(logits_processor=of_last_token, min_new_tokens=12)
   settings = dict(samplings=[Sampling(temperature)], gammas=(), trees=[(0, 0, 2, 2)])
+  settings |= dict(num_tokens=4_000, num_draft_tokens=4_000)  # as in a default run
   with pytest.raises(SystemExit) as ended:
     check(pair=tiny_pair.pair("random"), generation=generation, **settings)
   assert ended.value.code == 1 and "FAIL" in capsys.readouterr().out

@@ -9,8 +9,6 @@ import numpy as np
 import pytest
 import tiny
 import tiny_pair
-from flax import struct
-from jax import Array
 from test_exactness import JudgedBy, bonus_of_the_draft_token_before, forgetful, judge_with
 
 from specdec_jax.core.decode import Decoder
@@ -39,6 +37,7 @@ from specdec_jax.exactness.martingale import (
   token_drift,
   within_rounds,
 )
+from specdec_jax.exactness.tables import TableModel
 
 pytestmark = pytest.mark.slow
 
@@ -48,32 +47,14 @@ LEVEL = 1e-6  # significance level of each comparison: a correct program fails i
 COLD = Sampling(temperature=0.7)
 
 
-# Models that are tables: the logits after each token. They are faster than any network.
+# Models that are tables are faster than any network.
 
 
-@struct.dataclass
-class TableCache:
-  length: Array
-
-
-@dataclasses.dataclass(frozen=True)
-class TableModel:
-  """Model whose parameters are the logits [V, V] of the next token after each token."""
-
-  vocab_size: int = V
-  eos_id: int = EOS
+class FromZero(TableModel):
+  """Table model whose texts begin with token 0."""
 
   def prompt_tokens(self, prompt):
     return jnp.zeros((len(prompt), 1), jnp.int32), jnp.ones(len(prompt), jnp.int32)
-
-  def prefill(self, params, prompt, num_slots):
-    return jnp.zeros((len(prompt), 1, 0)), TableCache(jnp.zeros(len(prompt), jnp.int32))
-
-  def extend(self, params, cache, tokens, tree=None, first=0):
-    return params[tokens], jnp.zeros((*tokens.shape, 0)), cache
-
-  def commit(self, cache, length, tree=None, path=None):
-    return TableCache(length)
 
 
 def table_pair(noise: float, ends: bool = False, change=lambda proposal: proposal):
@@ -88,11 +69,13 @@ def table_pair(noise: float, ends: bool = False, change=lambda proposal: proposa
     table[:, EOS] = near[:, EOS] = -1e9
 
   def draft(sampling, tree, options):
-    good = ModelDraft(TableModel(), sampling, tree)
+    good = ModelDraft(FromZero(V), sampling, tree)
     return tiny.ChangedDraft(good, lambda params, proposal: change(proposal))
 
+  # The logits depend on the last token only.
+  params, near = (jnp.broadcast_to(x, (V + 1, V, V)) for x in (table, near))
   return tiny_pair.changed(
-    tiny_pair.pair(), model=TableModel(), params=jnp.asarray(table), draft=draft, draft_params=near
+    tiny_pair.pair(), model=FromZero(V), params=params, draft=draft, draft_params=near
   )
 
 
@@ -113,6 +96,10 @@ def judged(
 def lowest(found: RoundScores, count=GAMMA) -> dict[str, float]:
   """Return the lowest p-value of each kind of score, over the first `count` positions."""
   return {k: min(d.p_value for d in ds) for k, ds in drifts(found, count).items()}
+
+
+def log_drift(scores: Scores) -> Drift:
+  return token_drift(scores, "log-probability")
 
 
 # Exact rounds pass.
@@ -181,7 +168,7 @@ def test_draft_tokens_are_scored_by_the_distributions_of_their_own_round(tree):
   result, _ = decode(prompt, keys, max_new_tokens=limit)
   own = pair.decode_fn(sampling, tree)(prompt, keys, max_new_tokens=limit)
   jax.tree.map(np.testing.assert_array_equal, result, own)
-  p, q = (np.exp(np.float64(x)) for x in (pair.target.params, pair.draft.params))
+  p, q = (np.exp(np.float64(x[0])) for x in (pair.target.params, pair.draft.params))
   p, q = (x / x.sum(axis=1, keepdims=True) for x in (p, q))
 
   def score(probs, x):
@@ -251,12 +238,12 @@ def test_acceptance_bias_of_1_percent_is_detected():
 )
 def test_faults_of_the_next_token_are_detected(fault):
   found = lowest(judged(table_pair(0.5), verifier=lambda sampling: JudgedBy(sampling, fault)))
-  assert found["next tokens"] < LEVEL < min(found["all acceptance"], found["draft_tokens"])
+  assert found["next tokens"] < LEVEL < min(found["all acceptance"], found["draft tokens"])
 
 
 def test_draft_whose_q_omits_the_temperature_is_detected():
   found = lowest(judged(table_pair(0.5, change=lambda proposal: forgetful(proposal, 0.7))))
-  assert found["draft_tokens"] < LEVEL < min(found["all acceptance"], found["next tokens"])
+  assert found["draft tokens"] < LEVEL < min(found["all acceptance"], found["next tokens"])
 
 
 def test_loop_that_verifies_with_another_q_than_reported_is_detected():
@@ -264,7 +251,7 @@ def test_loop_that_verifies_with_another_q_than_reported_is_detected():
     return judge_with()(rng, x, forgetful(Proposal(x, q), 0.7).q, p)
 
   found = lowest(judged(table_pair(0.5), verifier=lambda sampling: JudgedBy(sampling, forgets)))
-  assert found["acceptance"] < LEVEL < found["draft_tokens"]
+  assert found["acceptance"] < LEVEL < found["draft tokens"]
 
 
 def q_of_the_eldest(proposal):
@@ -299,7 +286,7 @@ class Unadjusted(TokenVerifier):
 @pytest.mark.parametrize(
   "change, verifier, found_by",
   [
-    (q_of_the_eldest, TokenVerifier, {"draft_tokens"}),
+    (q_of_the_eldest, TokenVerifier, {"draft tokens"}),
     (lambda proposal: proposal, Unadjusted, {"all acceptance", "acceptance"}),
     (lambda proposal: proposal, YoungestFirst, {"all acceptance", "acceptance"}),
   ],
@@ -324,7 +311,7 @@ def test_draft_that_samples_at_another_temperature_than_it_reports_is_detected(m
   monkeypatch.setattr(model, "sample_logits", colder)
   found = judged(table_pair(noise=0.5), num_draft_tokens=90_000)
   assert token_drift(found.draft_token, "log-probability").p_value < LEVEL
-  assert detectable_temperature(found.at(*range(GAMMA)).draft_token, LEVEL) < 0.03
+  assert detectable_temperature(log_drift(found.at(*range(GAMMA)).draft_token), LEVEL) < 0.03
   assert min(lowest(found)[kind] for kind in ("acceptance", "next tokens")) > LEVEL
 
 
@@ -361,7 +348,7 @@ def test_next_token_with_the_key_of_a_draft_token_is_detected():
         return super().verify(*args)
 
   def draft(sampling, tree, options):
-    return Keeping(ModelDraft(TableModel(), sampling, tree), None)
+    return Keeping(ModelDraft(FromZero(V), sampling, tree), None)
 
   found = judged(
     tiny_pair.changed(table_pair(0.5), draft=draft), num_draft_tokens=1, verifier=OneKey
@@ -450,13 +437,13 @@ def test_stated_detectable_temperature_is_detected_9_times_in_10():
   )
   variance = 20_000 * float(scores.log_variance[0])
   every = Scores(*(np.repeat(x[:1], 20_000) for x in scores))
-  bias = detectable_temperature(every, 1e-3)
+  bias = detectable_temperature(log_drift(every), 1e-3)
   tilted = law ** (1 / (1 - bias)) / (law ** (1 / (1 - bias))).sum()
   for probs, least, most in [(tilted, 0.85, 0.97), (law, 0, 2e-3)]:
     sums = rng.multinomial(20_000, probs, size=1000) @ np.float64(scores.log)
     found = [Drift(x, variance, -np.log(MIN_PROB)).p_value < 1e-3 for x in sums]
     assert least <= np.mean(found) <= most
-  assert detectable_temperature(jax.tree.map(lambda x: 0 * x, every), 1e-3) == np.inf
+  assert detectable_temperature(Drift(0.0, 0.0, 1.0), 1e-3) == np.inf
 
 
 def test_scores_of_batches_add_up():

@@ -11,22 +11,32 @@ from specdec_jax.core.sampling import Sampling, row_keys
 from specdec_jax.core.trees import AnyTree, DynamicTree, Tree, chain
 from specdec_jax.core.verify.tokens import TokenVerifier
 from specdec_jax.errors import InputError, require_count, require_seed
+from specdec_jax.exactness import tables
 from specdec_jax.exactness.checker import (
   Checker,
   Row,
   Setting,
+  TableTest,
+  detectable_errors,
   pooled_rows,
   rounds_row,
   samples_row,
+  shape_name,
+  table_row,
 )
 from specdec_jax.exactness.martingale import RoundScores
-from specdec_jax.exactness.slots import NUM_SLOTS
 from specdec_jax.exactness.texts import TextScores
 from specdec_jax.measure.progress import Progress
 from specdec_jax.pair import Pair
 
 TREE = Tree((0, 0, 0, 1, 1, 2, 4))
 DYNAMIC_TREE = DynamicTree(num_draft_tokens=7, depth=3)
+# Shapes on which a verifier is tested alone.
+ALONE: tuple[AnyTree, ...] = (
+  chain(3),
+  Tree((0, 0, 1, 1, 2, 4)),
+  DynamicTree(num_draft_tokens=6, depth=3),
+)
 
 
 def check_exactness(
@@ -38,6 +48,7 @@ def check_exactness(
   max_new_tokens: int = 64,
   num_tokens: int = 4_000,
   num_draft_tokens: int = 4_000,
+  num_rounds: int = 2**13,
   level: float = 1e-3,
   seed: int = 0,
   trees: Sequence[Sequence[int]] | None = None,
@@ -48,12 +59,12 @@ def check_exactness(
 ) -> None:
   """Check whether a pair is exact in each setting; exit with status 1 if a check fails.
 
-  The results of the six checks (docs/exactness.md) are printed as a table. A shape is a chain or a
-  tree of draft tokens. The first shape (the first gamma, if there is one) is checked with all
-  sampling methods, and in slots. Other shapes are checked at temperature 0, and with the first
-  sampling method above it. So are batches smaller than the largest, but with the first shape only.
-  At temperature 0, a quarter of the texts are used for smaller batches and for the target as its
-  own draft.
+  The results of the checks (docs/exactness.md) are printed as a table. First, the verifier is
+  tested alone on tables, then with the draft of the pair; if one of these tests fails, the others
+  do not run. A shape is a chain or a tree of draft tokens. The first shape (the first gamma, if
+  there is one) is checked with all sampling methods. Other shapes are checked at temperature 0, and
+  with the first sampling method above it. So are batches smaller than the largest, but with the
+  first shape only. At temperature 0, a quarter of the texts are used for smaller batches.
 
   Args:
     gammas: gamma of each chain.
@@ -63,10 +74,11 @@ def check_exactness(
     num_tokens: minimum number of tokens in the check of samples, for each setting.
     num_draft_tokens: minimum number of draft tokens in the check of rounds, for each sampling
       method and shape. For the first method and a chain, it is multiplied by gamma.
+    num_rounds: number of rounds of the draft with the verifier on tables, for each kind of shape.
     level: probability of a false alarm, for all statistical checks together.
     trees: parents of the draft tokens of each tree, as in `trees.Tree`; by default TREE.
     dynamic: (nodes, depth) of each dynamic tree (`drafts.dynamic`); by default DYNAMIC_TREE. A
-      default is left out if draft or verifier do not support it.
+      default is left out, with the reason, if draft or verifier do not support it.
     long_tokens: length of long outputs, which continue past EOS; 0 disables them. It is reduced if
       the target has too few positions. The last gamma (without gammas, the last shape) is checked
       with long outputs: outputs at temperature 0, and rounds with the first sampling method above.
@@ -79,9 +91,16 @@ def check_exactness(
       acceptance is simulated, or `generation` has settings other than those of logits processors.
   """
   require_seed(seed)
-  static = [TREE] * _supports(pair, TREE) if trees is None else [*map(Tree, trees)]
+  left_out: list[str] = []
+
+  def if_supported(tree: AnyTree) -> list[AnyTree]:
+    if problem := _problem(pair, tree):
+      left_out.append(f"Trees such as the {shape_name(tree)} are left out: {problem}")
+    return [] if problem else [tree]
+
+  static = if_supported(TREE) if trees is None else [*map(Tree, trees)]
   if dynamic is None:
-    changing = [DYNAMIC_TREE] * _supports(pair, DYNAMIC_TREE)
+    changing = if_supported(DYNAMIC_TREE)
   else:
     changing = [DynamicTree(nodes - 1, depth) for nodes, depth in dynamic]
   fixed = [*map(chain, gammas), *static]
@@ -101,7 +120,7 @@ def check_exactness(
       "is nothing to check; give an exact verifier as load.load_pair.verifier."
     )
   counts = dict(num_tokens=num_tokens, num_draft_tokens=num_draft_tokens)
-  counts |= dict(max_new_tokens=max_new_tokens)
+  counts |= dict(num_rounds=num_rounds, max_new_tokens=max_new_tokens)
   for name, value in [*counts.items(), *(("gamma", gamma) for gamma in gammas)]:
     require_count(name, value)
   require_count("long_tokens", long_tokens, 0)
@@ -121,7 +140,6 @@ def check_exactness(
   if check.long_tokens:
     long = shapes[len(gammas) - 1]
     outputs += [Setting(sampling, long, check.batch_size, True) for sampling in argmax]
-  slots = [Setting(sampling, shapes[0], NUM_SLOTS) for sampling in (*argmax[:1], *sampled[:1])]
   samples = [Setting(sampling, shapes[0], check.batch_size) for sampling in sampled]
   for sampling in sampled[:1]:
     samples += [Setting(sampling, tree, check.batch_size) for tree in (chain(0), *shapes[1:])]
@@ -134,9 +152,15 @@ def check_exactness(
     rounds += [Setting(sampling, tree, 32) for sampling in sampled[:1] for tree in fixed[1:]]
     if check.long_tokens:
       rounds += [Setting(sampling, fixed[len(gammas) - 1], 8, True) for sampling in sampled[:1]]
-  # Half of the level is for the six tests of all settings together, and half for tests of one.
-  pooled_level = level / 2 / 6
-  setting_level = level / 2 / max(1, len(samples) + len(rounds))
+  of_kinds: tuple[Sequence[AnyTree], ...] = (fixed[: len(gammas)], static, changing)
+  alone = _settings_alone(samplings, [kind for kind, of_kind in zip(ALONE, of_kinds) if of_kind])
+  first_shapes = [of_kind[0] for of_kind in of_kinds if of_kind]
+  with_draft = [Setting(sampling, shape) for sampling in sampled[:1] for shape in first_shapes]
+  # A third of the level is for rounds on tables, a third for the six tests of all settings
+  # together, and a third for tests of one setting.
+  table_level = level / 3 / max(1, len(alone) + len(with_draft))
+  pooled_level = level / 3 / 6
+  setting_level = level / 3 / max(1, len(samples) + len(rounds))
 
   console = Console(markup=False, soft_wrap=True)
   passed: list[bool] = []
@@ -155,8 +179,18 @@ def check_exactness(
   if check.processors:
     names = dict.fromkeys(type(processor).__name__ for processor in check.processors)
     console.print(f"Logits processors: {', '.join(names)}.")
+  for note in left_out:
+    console.print(note)
   show("", "check", "setting", "found", "fault", "details")
   with Progress() as bar:
+    of_tables: list[TableTest] = []
+    stages = (check.verifier_alone, alone, "the verifier"), (check.draft, with_draft, "the draft")
+    for test, settings, what in stages:
+      for setting in bar.track(settings if all(passed) else [], description=f"checking {what}"):
+        of_tables.append(test(setting, num_rounds, seed))
+        report(table_row(of_tables[-1], setting, table_level))
+    if not all(passed):  # outputs of the pair would be wrong, too
+      shapes, rounds, outputs, samples = [], [], [], []
     for tree in bar.track(shapes, description="checking logits"):
       report(check.logits(tree))
     scored: list[RoundScores] = []
@@ -170,29 +204,36 @@ def check_exactness(
       report(row)
     for setting in bar.track(outputs, description="checking outputs"):
       report(check.outputs(setting))
-    for setting in bar.track(slots, description="checking slots"):
-      report(check.slots(setting, seed))
     of_texts: list[TextScores] = []
     for number, setting in enumerate(bar.track(samples, description="checking samples")):
       of_texts.append(check.samples(setting, num_tokens, seed + 1 + len(rounds) + number))
       report(samples_row(of_texts[-1:], setting, setting_level))
     if of_texts:
       report(samples_row(of_texts, "all settings", pooled_level))
-  if sampled and (changing or not rounds):
+  if samples and (changing or not rounds):
     unscored = "dynamic trees" if by_tokens else pair.verifier_name
     console.print(f"For {unscored}, outputs were checked, but not rounds.")
+  console.print(detectable_errors(of_tables, table_level, of_texts, pooled_level))
   where = f"{pair.dtype} on {jax.devices()[0].platform}"
   console.print(f"{sum(passed)} of {len(passed)} checks hold, in {where}.")
   if not all(passed):
     raise SystemExit(1)
 
 
-def _supports(pair: Pair, tree: AnyTree) -> bool:
-  """Return whether the draft can propose a tree, and the verifier can verify it."""
+def _settings_alone(samplings: Sequence[Sampling], kinds: Sequence[AnyTree]) -> list[Setting]:
+  """Return the settings of the verifier alone: the first shape with all sampling methods."""
+  samplings = [*dict.fromkeys(map(tables.small_sampling, samplings))]
+  first = {sampling.temperature > 0: sampling for sampling in reversed(samplings)}.values()
+  settings = [Setting(sampling, kind) for kind in kinds[:1] for sampling in samplings]
+  return settings + [Setting(sampling, kind) for kind in kinds[1:] for sampling in first]
+
+
+def _problem(pair: Pair, tree: AnyTree) -> str:
+  """Return why the draft cannot propose a tree or the verifier cannot verify it, or ''."""
   prompt, keys = pair.prompt(["1"]), row_keys(0, 0, 1)
   try:
     decode = functools.partial(pair.decode_fn(Sampling(), tree), max_new_tokens=1)
     jax.eval_shape(decode, prompt, keys)
-  except InputError:
-    return False
-  return True
+  except Exception as error:  # of a draft or a verifier of the user, of any type
+    return f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
+  return ""

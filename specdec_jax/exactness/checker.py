@@ -26,18 +26,17 @@ from specdec_jax.exactness.argmax import (
   share_of,
 )
 from specdec_jax.exactness.martingale import Drift, RoundScores, Scores
-from specdec_jax.exactness.paths import rounds_of_self_draft
 from specdec_jax.exactness.round_scores import positions, recorded, score_rounds
-from specdec_jax.exactness.slots import NUM_TEXTS, compare_slots
+from specdec_jax.exactness.tables import (
+  TextCounts,
+  draft_with_verifier,
+  verifier_alone,
+)
 from specdec_jax.exactness.texts import TextScores, score_texts
 from specdec_jax.pair import Pair
 
 ROUND_TOKENS = 24  # limit of outputs whose rounds are tested; a batch waits for its longest output
 TEXT_TOKENS = 16  # limit of outputs whose tokens are tested
-# Processors that depend on the source and on the text so far, for the check of slots.
-PROCESSORS_OF_SLOTS = GenerationConfig(
-  encoder_repetition_penalty=1.5, repetition_penalty=1.2, no_repeat_ngram_size=3, min_new_tokens=3
-)
 ENDLESS = -1  # an EOS id that no token has, so that texts do not end
 
 
@@ -46,21 +45,23 @@ class Setting(NamedTuple):
 
   Attributes:
     tree: tree of draft tokens; `chain(0)` for autoregressive decoding.
+    batch_size: number of texts that are decoded together; 0 for rounds on tables.
     is_long: whether outputs continue past EOS, up to the limit for long texts.
   """
 
   sampling: Sampling
   tree: AnyTree
-  batch_size: int
+  batch_size: int = 0
   is_long: bool = False
 
   def __str__(self) -> str:
     sampling = self.sampling
     truncated = f" top-k {sampling.top_k}" if sampling.top_k else ""
     truncated += f" top-p {sampling.top_p:g}" if sampling.top_p < 1 else ""
-    shape = _named(self.tree) if self.tree.num_draft_tokens else "autoregressive"
+    shape = shape_name(self.tree) if self.tree.num_draft_tokens else "autoregressive"
     shape += ", long texts" if self.is_long else ""
-    return f"temperature {sampling.temperature:g}{truncated}, {shape}, batch {self.batch_size}"
+    batch = f", batch {self.batch_size}" if self.batch_size else ""
+    return f"temperature {sampling.temperature:g}{truncated}, {shape}{batch}"
 
 
 class Row(NamedTuple):
@@ -80,6 +81,23 @@ class Row(NamedTuple):
   fault: str
   details: str
   lines: Sequence[str] = ()
+
+
+class TableTest(NamedTuple):
+  """Result of rounds on tables (`exactness.tables`).
+
+  Attributes:
+    drifts: those of the scores of draft tokens; empty for the verifier alone.
+  """
+
+  counts: TextCounts
+  drifts: Mapping[str, Drift]
+  is_alone: bool
+
+  @property
+  def p_values(self) -> list[float]:
+    """The p-values of the tokens at each position of a text, and of the scores of draft tokens."""
+    return [*self.counts.p_values, *(drift.p_value for drift in self.drifts.values())]
 
 
 class Checker:
@@ -114,6 +132,18 @@ class Checker:
       )
     )
 
+  def verifier_alone(self, setting: Setting, num_rounds: int, seed: int) -> TableTest:
+    """Test the verifier of the pair alone, on tables (`num_rounds` is that of `draft`)."""
+    verifier = self.pair.verifier_for(setting.sampling)
+    return TableTest(verifier_alone(verifier, setting.tree, seed), {}, True)
+
+  def draft(self, setting: Setting, num_rounds: int, seed: int) -> TableTest:
+    """Test the draft of the pair with its verifier, on tables."""
+    decoder = self.pair.decoder(setting.sampling, setting.tree)
+    prompt = self.pair.prompt([self.texts[i % len(self.texts)] for i in range(32)])
+    found = draft_with_verifier(decoder, self.pair.params, prompt, seed, num_rounds)
+    return TableTest(*found, False)
+
   def logits(self, tree: AnyTree) -> Row:
     """Compare the logits of a verification pass with the logits of passes over one token."""
     rows = np.arange(self.batch_size) % len(self.texts)
@@ -126,14 +156,14 @@ class Checker:
     details = f"largest difference to logits of single tokens: {self.moved[tree]:.2g}; found and "
     details += "fault are shares of the logits' range"
     found, fault = f"{share:.2g}", f"> {self.share:.2g}"
-    return Row(share <= self.share, "logits", _named(tree), found, fault, details)
+    return Row(share <= self.share, "logits", shape_name(tree), found, fault, details)
 
   def outputs(self, setting: Setting) -> Row:
-    """Compare outputs at temperature 0, and count the rounds of the target as its own draft."""
+    """Compare outputs at temperature 0 with those of autoregressive decoding."""
     pair, (sampling, tree, batch_size, is_long) = self.pair, setting
-    texts, some = self.texts, self.texts[: -(-len(self.texts) // 4)]
+    texts = self.texts
     if batch_size < self.batch_size:
-      texts = some
+      texts = texts[: -(-len(texts) // 4)]
     limit, eos_id = self.max_new_tokens, None
     if is_long:
       texts, limit, eos_id = texts[:batch_size], self.long_tokens, ENDLESS
@@ -148,40 +178,11 @@ class Checker:
       self.processors,
     )
     holds = not divergences if self.fixed_width else all(d.is_tie for _, d in divergences)
-    details = "texts identical"
-    if is_long:
-      details += f", {limit} tokens each"
-    by_paths = [False] * isinstance(tree, Tree) + [True] * (not tree.is_chain)
-    for of_paths in () if is_long else by_paths:
-      counts = rounds_of_self_draft(pair, some, tree, batch_size, limit, of_paths, self.processors)
-      holds &= counts[0] <= 1.01 * counts[1]
-      which = " on each of the tree's paths in turn" if of_paths else ""
-      details += f"; {counts[0]} rounds of {counts[1]} at best with the target as draft{which}"
+    details = "texts identical" + f", {limit} tokens each" * is_long
     found = f"{len(texts) - len(divergences)} of {len(texts)}"
     lines = [_of_divergence(pair, text, divergence) for text, divergence in divergences]
     fault = "any" if self.fixed_width else "no tie"
     return Row(holds, "outputs", setting, found, fault, details, lines)
-
-  def slots(self, setting: Setting, seed: int) -> Row:
-    """Compare texts in slots, and their log-probabilities, with one text at a time."""
-    pair, sampling, tree = self.pair, setting.sampling, setting.tree
-    eos_ids, pad_id = (pair.vocabulary.eos_id,), pair.vocabulary.pad_id
-    added = PROCESSORS_OF_SLOTS.processors(pair.target.model.vocab_size, eos_ids, pad_id)
-    limit = min(ROUND_TOKENS, self.max_new_tokens)
-    settings = DecodeSettings(sampling, setting.batch_size, limit, seed)
-    rounding, processors = Rounding(self.share, self.moved[tree]), (*self.processors, *added)
-    found = compare_slots(pair, self.texts, tree, settings, rounding, processors)
-    texts, (rounds, fewest) = found.divergences, found.num_rounds
-    holds = found.error <= found.rounding and all(d.is_tie for _, d in texts)
-    if sampling.is_argmax:
-      holds &= rounds <= 1.01 * fewest
-    elif self.share and all(math.isfinite(d.gap) for _, d in texts):  # rounding changes samples
-      holds = found.error <= found.rounding and len(texts) <= NUM_TEXTS / 4
-    details = f"texts identical to one at a time, in {rounds} rounds of {fewest}; log-probabilities"
-    details += f" off by {found.error:.2g} where rounding allows {found.rounding:.2g}"
-    identical = f"{NUM_TEXTS - len(texts)} of {NUM_TEXTS}"
-    lines = [_of_divergence(pair, text, divergence) for text, divergence in texts]
-    return Row(holds, "slots", setting, identical, "no tie", details, lines)
 
   def samples(self, setting: Setting, num_tokens: int, seed: int) -> TextScores:
     """Sample outputs in a setting, and score their tokens."""
@@ -218,7 +219,8 @@ def _cached(decode: Decode) -> Decode:
   return cached
 
 
-def _named(tree: AnyTree) -> str:
+def shape_name(tree: AnyTree) -> str:
+  """Return the name of a chain or a tree in the report."""
   if isinstance(tree, DynamicTree):
     return f"dynamic tree {tree.num_nodes}/{tree.depth}"
   return f"gamma {tree.depth}" if tree.is_chain else f"tree {tree.parents}"
@@ -226,6 +228,42 @@ def _named(tree: AnyTree) -> str:
 
 def _p_value(check: str, setting: object, p_value: float, level: float, details: str) -> Row:
   return Row(p_value >= level, check, setting, f"p = {p_value:.2g}", f"< {level:.1g}", details)
+
+
+def table_row(found: TableTest, setting: Setting, level: float) -> Row:
+  """Return the row of rounds on tables: tests of each token of texts, and of draft tokens."""
+  counts, drifts, level = found.counts, found.drifts, level / len(found.p_values)
+  details = f"{counts.num_tokens[0]} rounds"
+  details += f", {counts.num_impossible} tokens impossible" * bool(counts.num_impossible)
+  details += ", G " + ", ".join(f"{g:.0f}" for g in counts.statistic)
+  details += " on " + ", ".join(map(str, counts.freedom)) + " degrees of freedom"
+  if drifts:
+    of_kind = ", ".join(f"{kind} {drift.z:+.1f}" for kind, drift in drifts.items())
+    details += f"; draft tokens {of_kind} standard deviations"
+  check = "verifier alone" if found.is_alone else "draft with verifier"
+  return _p_value(check, setting, min(found.p_values), level, details)
+
+
+def detectable_errors(
+  of_tables: Sequence[TableTest], table_level: float, of_texts: Sequence[TextScores], level: float
+) -> str:
+  """Return a sentence on the smallest error that each stage detects nine times in ten."""
+  stages = []
+  for is_alone, what in ((True, "the verifier alone"), (False, "the draft with the verifier")):
+    tests = [test for test in of_tables if test.is_alone == is_alone and test.counts.freedom[0]]
+    if not tests:
+      continue
+    share = min(x.counts.detectable(table_level / len(x.p_values)) for x in tests)
+    stages.append(f"{what}, {share:.1%} of a token's probability")
+    logs = [(x.drifts["log-probability"], table_level / len(x.p_values)) for x in tests if x.drifts]
+    if logs:
+      bias = min(map(martingale.detectable_temperature, *zip(*logs)))
+      stages[-1] += f" or {bias:.1%} of a draft's temperature"
+  if of_texts:
+    drift = functools.reduce(Drift.plus, (x.drifts()["draft"][0] for x in of_texts))
+    share = martingale.detectable_shift(drift, level / len(of_texts[0].scores))
+    stages.append(f"outputs, {share:.1%} of their tokens taken from the draft's distribution")
+  return f"Smallest errors that are detected nine times in ten: {'; '.join(stages)}."
 
 
 def rounds_row(scored: RoundScores, setting: Setting, level: float) -> Row:
@@ -250,7 +288,7 @@ def pooled_rows(scored: Sequence[RoundScores], level: float) -> Iterator[Row]:
   power: Callable[[float], str] = functools.partial(_bias, draft_tokens, martingale.MAX_WEIGHT)
   weighted = {"weighted": [martingale.acceptance_drift(draft_tokens)]}
   yield _of_drifts("acceptance", "all rounds", weighted, level, what, power)
-  for check, scores in (("draft_tokens", draft_tokens.draft_token), ("next tokens", sampled)):
+  for check, scores in (("draft tokens", draft_tokens.draft_token), ("next tokens", sampled)):
     by_kind = {kind: [martingale.token_drift(scores, kind)] for kind in martingale.TOKEN_SCORES}
     power = functools.partial(_temperature, scores)
     what = f"{len(scores.rank)} tokens"
@@ -317,7 +355,7 @@ def _bias(draft_tokens: RoundScores, max_weight: float, level: float) -> str:
 
 
 def _temperature(scores: Scores, level: float) -> str:
-  bias = martingale.detectable_temperature(scores, level)
+  bias = martingale.detectable_temperature(martingale.token_drift(scores, "log-probability"), level)
   if math.isinf(bias):
     return "no token was sampled at random"
   return f"detects a temperature wrong by {bias:.2%}"

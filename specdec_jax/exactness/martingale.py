@@ -164,7 +164,7 @@ def drifts(scored: RoundScores, count: int) -> dict[str, list[Drift]]:
   return {
     "all acceptance": [acceptance_drift(joined(at), MAX_SETTING_WEIGHT)],
     "acceptance": [acceptance_drift(x, MAX_SETTING_WEIGHT) for x in at],
-    "draft_tokens": [token_drift(x.draft_token, "rank") for x in at],
+    "draft tokens": [token_drift(x.draft_token, "rank") for x in at],
     "draft tokens' log-probability": [token_drift(scored.draft_token, "log-probability")],
     "next tokens": [token_drift(x.next, "rank") for x in (*at, scored.at(-1))],
     "next tokens' log-probability": [token_drift(scored.next, "log-probability")],
@@ -191,14 +191,14 @@ def detectable_bias(
   return optimize.brentq(beyond, 0, 1e6) if beyond(1e6) > 0 else math.inf
 
 
-def detectable_temperature(scores: Scores, level: float, power: float = 0.9) -> float:
-  """Return the smallest relative error b of the temperature that the test detects.
+def detectable_temperature(drift: Drift, level: float, power: float = 0.9) -> float:
+  """Return the smallest relative error b of the temperature that a test detects.
 
   A temperature of 1 - b times the correct one multiplies log-probabilities by 1 / (1 - b). To first
   order, this moves the mean of each log-probability score by b / (1 - b) times its variance. The
   result is infinite if all scores have variance 0.
   """
-  tilt = detectable_shift(token_drift(scores, "log-probability"), level, power)
+  tilt = detectable_shift(drift, level, power)
   return tilt / (1 + tilt) if math.isfinite(tilt) else tilt
 
 

@@ -1,25 +1,16 @@
-"""Checks at temperature 0 in which the target is its own draft, so that the outcome is known.
-
-In each round, the target's tokens are placed on one path of the tree, and different tokens on the
-other nodes. The whole path must be accepted.
-"""
+"""Texts placed on one path of a tree, with other tokens on its other nodes; batches of texts."""
 
 import dataclasses
 import functools
 from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
 from specdec_jax.core.arrays import gather
-from specdec_jax.core.context import Context
-from specdec_jax.core.processors import Processors
-from specdec_jax.core.sampling import Sampling, row_keys
-from specdec_jax.core.trees import AnyTree, DynamicTree, Tree, chain
-from specdec_jax.core.types import DraftSpec, Outcome, Proposal
-from specdec_jax.drafts.model import ModelDraft
+from specdec_jax.core.trees import AnyTree, DynamicTree, Tree
 from specdec_jax.pair import Pair
 
 
@@ -99,69 +90,6 @@ def shapes_of(tree: DynamicTree, count: int = 3) -> list[Tree]:
     nodes.sort(key=lambda node: (len(node), node))
     shapes.append(Tree(tuple(nodes.index(node[:-1]) for node in nodes[1:])))
   return shapes
-
-
-@dataclasses.dataclass(frozen=True)
-class PathDraft(ModelDraft):
-  """A draft that places the next tokens from its model on one path, and others on other nodes.
-
-  The path changes from round to round and from row to row.
-  """
-
-  def init(self, params: Any, context: Context, hidden: Array) -> Any:
-    return super().init(params, context, hidden), jnp.arange(len(context.tokens))
-
-  def propose(self, params: Any, state: Any, context: Context, rng: Array) -> tuple[Proposal, Any]:
-    (cache, plan), plans = state, plans_of(self.tree)
-    chain_draft = ModelDraft(self.model, self.sampling, chain(self.tree.depth), self.options)
-    (text, *_), cache = chain_draft.propose(params, cache, context, rng)
-    tokens = plans.tokens(plan, text, self.model.vocab_size)
-    shape = plans.shape(plan, self.tree)
-    dynamic = shape if isinstance(shape, DynamicTree) else None
-    return Proposal(tokens, tree=dynamic), (cache, (plan + 1) % len(plans.lengths))
-
-  def observe(self, params: Any, state: Any, outcome: Outcome) -> Any:
-    return state
-
-
-def rounds_of_self_draft(
-  pair: Pair,
-  texts: Sequence[str],
-  tree: AnyTree,
-  batch_size: int,
-  max_new_tokens: int,
-  by_paths: bool = False,
-  processors: Processors = (),
-) -> tuple[int, int]:
-  """Count the rounds of argmax decoding with the target as its own draft.
-
-  Every round must accept the whole path of first children, so faults that cost speed without
-  changing the output, such as a lost bonus token, show as additional rounds. With `by_paths`, which
-  a dynamic tree requires, the target's tokens are on the path to each leaf in turn (`PathDraft`).
-
-  Returns:
-    The number of rounds, and the smallest possible number of rounds, summed over all texts.
-  """
-  draft = functools.partial(PathDraft if by_paths else ModelDraft, pair.target.model)
-  self_pair = pair.with_draft(DraftSpec(pair.target.name, draft, pair.target.params))
-  decode = self_pair.decode_fn(Sampling(temperature=0.0), tree, processors=processors)
-  if by_paths:
-    lengths = plans_of(tree).lengths
-  else:
-    assert isinstance(tree, Tree)
-    first = [ancestors[1:] @ tree.ranks == 0 for ancestors in tree.ancestors]
-    lengths = tree.depths[np.flatnonzero(first)[-1:]]
-
-  def fewest_rounds(row: int, length: int) -> int:
-    emitted = np.cumsum(np.resize(np.roll(lengths, -row % len(lengths)) + 1, max_new_tokens))
-    return 1 + int(np.searchsorted(emitted, length))
-
-  rounds = fewest = 0
-  for rows, prompt, count in batches(pair, texts, batch_size):
-    decoded = decode(prompt, row_keys(0, rows[0], batch_size), max_new_tokens=max_new_tokens)
-    rounds += int((decoded.rounds.num_emitted[:, :count] > 0).sum())
-    fewest += sum(map(fewest_rounds, range(count), np.asarray(decoded.lengths).tolist()))
-  return rounds, fewest
 
 
 def batches(

@@ -58,8 +58,19 @@ def target_probs(
 ) -> Float[Array, "B T V"]:
   """Return the target's distribution of each token of an output, given the tokens before it."""
   logits = teacher_forced_logits(model, params, prompt, tokens)
-  logits = processed(processors, model, prompt, tokens, limit, logits).astype(jnp.float32)
-  logits, top_p = logits / sampling.temperature, sampling.top_p
+  return target_distribution(processed(processors, model, prompt, tokens, limit, logits), sampling)
+
+
+def target_distribution(
+  logits: Float[Array, "*batch V"], sampling: Sampling
+) -> Float[Array, "*batch V"]:
+  """Return the distribution that a sampling method gives the next token.
+
+  Top-k and top-p are computed by sorting, unlike in `core.sampling.distribution`.
+  """
+  if sampling.is_argmax:
+    return jax.nn.one_hot(logits.argmax(axis=-1), logits.shape[-1])
+  logits, top_p = logits.astype(jnp.float32) / sampling.temperature, sampling.top_p
   if sampling.top_k:
     kth = jnp.sort(logits, axis=-1)[..., -min(sampling.top_k, logits.shape[-1]), None]
     logits = jnp.where(logits >= kth, logits, -jnp.inf)

@@ -23,7 +23,7 @@ from jaxtyping import Bool, Float, Int, Key
 from specdec_jax.core import arrays
 from specdec_jax.core.arrays import gather_one, gather_token, split_rows, take, uniform_rows
 from specdec_jax.core.sampling import Sampling, argmax, distribution, sample
-from specdec_jax.core.trees import AnyTree, DynamicTree, Tree, path_to
+from specdec_jax.core.trees import AnyTree, DynamicTree, Tree, path_to, require_static
 from specdec_jax.core.types import Proposal, Verification, Verifier
 from specdec_jax.errors import InputError, require_number
 
@@ -197,7 +197,7 @@ def residual_at(
 
 
 def accepted_path(
-  tree: Tree, accepted: Bool[Array, "B N"]
+  tree: AnyTree, accepted: Bool[Array, "B N"]
 ) -> tuple[Int[Array, " B"], Int[Array, " B"], Int[Array, "B D"] | None]:
   """Find the path of accepted draft tokens that starts at the last committed token.
 
@@ -206,7 +206,11 @@ def accepted_path(
   Returns:
     n, the number of draft tokens on the path; the node at which the path ends; and the path as in
     `Verification`.
+
+  Raises:
+    InputError: the tree is dynamic.
   """
+  tree = require_static("accepted_path", tree)
   if tree.is_chain:
     n = jnp.cumprod(accepted, axis=1).sum(axis=1)
     return n, n, None

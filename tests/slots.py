@@ -1,4 +1,4 @@
-"""Check of continuous batching and of log-probabilities.
+"""Comparison of continuous batching, and of its log-probabilities, with one text at a time.
 
 Short and long texts alternate, so that slots are reused early. Each text has its own limit, key and
 source, and logits processors depend on all of these. Outputs are compared with those of one text at
@@ -6,6 +6,7 @@ a time.
 """
 
 import dataclasses
+import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -16,6 +17,7 @@ from scipy import special
 
 from specdec_jax.batching import Texts, decode_texts, one_row
 from specdec_jax.core.counts import num_rounds
+from specdec_jax.core.generation_config import GenerationConfig
 from specdec_jax.core.loading import DecodeSettings
 from specdec_jax.core.processors import Processors
 from specdec_jax.core.sampling import Sampling, row_keys
@@ -27,6 +29,7 @@ from specdec_jax.exactness.argmax import (
   Rounding,
   first_divergences,
   logits_in_blocks,
+  share_of,
   tokens_of,
 )
 from specdec_jax.exactness.processed import processed
@@ -111,3 +114,26 @@ def compare_slots(
   error = float(np.nan_to_num(np.abs(errors), nan=np.inf).max())
   by_number, rounds = [(d.row + 1, d) for d in divergences], (num_rounds(ours), num_rounds(alone))
   return SlotsResult(by_number, rounds, error, 2 * moved + FLOAT32)
+
+
+# Processors that depend on the source and on the text so far.
+PROCESSORS = GenerationConfig(
+  encoder_repetition_penalty=1.5, repetition_penalty=1.2, no_repeat_ngram_size=3, min_new_tokens=3
+)
+
+
+def slots_hold(
+  pair: Pair, texts: Sequence[str], sampling: Sampling, tree: AnyTree
+) -> tuple[bool, SlotsResult]:
+  """Return whether texts in slots, and their log-probabilities, are those of one text at a time."""
+  eos_ids, pad_id = (pair.vocabulary.eos_id,), pair.vocabulary.pad_id
+  processors = PROCESSORS.processors(pair.target.model.vocab_size, eos_ids, pad_id)
+  settings, rounding = DecodeSettings(sampling, NUM_SLOTS, 24, 0), Rounding(share_of(pair))
+  found = compare_slots(pair, texts, tree, settings, rounding, processors)
+  holds = found.error <= found.rounding and all(d.is_tie for _, d in found.divergences)
+  if sampling.is_argmax:
+    holds &= found.num_rounds[0] <= 1.01 * found.num_rounds[1]
+  elif rounding.share and all(math.isfinite(d.gap) for _, d in found.divergences):
+    # Rounding changes samples.
+    holds = found.error <= found.rounding and len(found.divergences) <= NUM_TEXTS / 4
+  return holds, found
