@@ -28,6 +28,8 @@ from specdec_jax.serve.lines import count_records, decode_lines
 pytest.importorskip("apache_beam", reason="Apache Beam is not installed")
 beam_pipeline = importlib.import_module("specdec_jax.serve.beam_pipeline")
 
+pytestmark = pytest.mark.slow
+
 HERE = pathlib.Path(__file__).resolve().parent
 BATCH, LIMIT, GAMMA = 3, 12, 3
 SAMPLING = Sampling(temperature=1.0)
