@@ -586,6 +586,7 @@ def test_program_with_faults_is_correct_without_them(run_with_fault):
   assert_same(run_with_fault(-1), plain(t5(), 3))
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(importlib.util.find_spec("t5x") is None, reason="t5x is not installed")
 @pytest.mark.parametrize("num_beams", [1, 2, 4])
 def test_plain_search_equals_t5x(num_beams):
@@ -615,4 +616,5 @@ def test_plain_search_equals_t5x(num_beams):
   )
   result = plain(case, num_beams)
   np.testing.assert_array_equal(result.tokens, np.flip(texts, axis=1)[..., :LIMIT])
-  np.testing.assert_allclose(result.scores, np.flip(scores, axis=1), rtol=0, atol=1e-5)
+  found = np.maximum(result.scores, decoding.NEG_INF)  # a missing text has -inf in this project
+  np.testing.assert_allclose(found, np.flip(scores, axis=1), rtol=0, atol=1e-5)

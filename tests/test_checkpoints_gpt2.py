@@ -401,6 +401,7 @@ def test_settings_of_the_prompt_are_those_of_transformers(folders, vocabulary, n
   assert [output.tokens.tolist() for output in outputs] == want
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", OF_PROMPT)
 def test_texts_with_settings_of_the_prompt_by_transformers(folders, vocabulary, name):
   torch = pytest.importorskip("torch")
@@ -455,6 +456,7 @@ def saved(folder, size, seed=0, noise=0.0, **how):
   return model
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
   "how",
   [
@@ -484,6 +486,7 @@ def test_logits_equal_those_of_pytorch(tmp_path, how):
     np.testing.assert_allclose(got, want, atol=5e-5, rtol=0)
 
 
+@pytest.mark.slow
 def test_speculative_decoding_emits_the_tokens_of_greedy_decoding_by_pytorch(tmp_path, vocabulary):
   model = saved(tmp_path / "target", 301)
   saved(tmp_path / "draft", 301, noise=0.05)

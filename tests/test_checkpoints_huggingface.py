@@ -14,6 +14,8 @@ from specdec_jax.models.t5 import T5
 torch = pytest.importorskip("torch", reason="PyTorch is not installed")
 transformers = pytest.importorskip("transformers", reason="transformers is not installed")
 
+pytestmark = pytest.mark.slow
+
 GATED = dict(feed_forward_proj="gated-gelu")
 KINDS = {
   "1.0": dict(feed_forward_proj="relu"),

@@ -299,6 +299,7 @@ def ends_by_transformers(kind, settings):
   return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [*ENDS])
 def test_recorded_ends_are_those_of_transformers(name):
   want = [[*map(int, row.split())] for row in ENDS[name].split("/")]
@@ -491,6 +492,7 @@ def test_settings_are_merged_as_in_transformers(merged_case):
   assert [output.tokens.tolist() for output in outputs] == want
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("merged_case", MERGED, indirect=True)
 def test_texts_of_merged_settings_are_those_of_transformers(merged_case):
   torch = pytest.importorskip("torch")

@@ -15,6 +15,8 @@ network = pytest.importorskip("t5x.examples.t5.network", reason="T5X is not inst
 
 from t5x import adafactor, checkpoints, partitioning, train_state  # noqa: E402
 
+pytestmark = pytest.mark.slow
+
 ROWS, BATCH, LENGTH = 128, 4, 11
 SIZES = dict(emb_dim=16, num_heads=4, head_dim=3, mlp_dim=32)
 KINDS = {

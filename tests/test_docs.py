@@ -2,8 +2,12 @@
 
 import dataclasses
 import importlib
+import json
 import pathlib
 import re
+import shlex
+import subprocess
+import sys
 
 import pytest
 import tiny_pair
@@ -77,8 +81,48 @@ def test_page_names_only_what_exists(page):
     assert name in specdec_jax.__all__, name
 
 
+def commands(page: pathlib.Path) -> list[list[str]]:
+  """Return the commands in the shell examples of a page that this project or an extra provides."""
+  found = []
+  for block in re.findall(r"```bash\n(.*?)```", page.read_text(), re.DOTALL):
+    block = re.sub(r"\\\n|\.venv/bin/|(?<!\S)#.*", " ", block)
+    lexer = shlex.shlex(f"\n{block}\n", posix=True, punctuation_chars="\n|&;<>")
+    lexer.whitespace, lexer.whitespace_split, lexer.commenters = " \t", True, ""
+    words = [*lexer]
+    ends = [i for i, word in enumerate(words) if set(word) <= set(lexer.punctuation_chars)]
+    found += [words[start + 1 : end] for start, end in zip(ends, ends[1:])]
+  ours = r"(specdec|sacrebleu|tfds|python (-m )?(specdec_jax|experiments|scripts))\b"
+  found = [words for words in found if re.match(ours, " ".join(words))]
+  own_file = "--gin_file=my_drafts.gin"  # which docs/drafts.md lists
+  return [[word for word in words if word != own_file] for words in found]
+
+
+COMMANDS = {str(page.relative_to(ROOT)): commands(page) for page in GUIDES}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("page", [page for page in COMMANDS if COMMANDS[page]])
+def test_extras_that_a_page_installs_suffice_for_its_commands(page):
+  """Only packages that pip installs with these extras are found when commands run with --help."""
+  if page == "docs/t5x.md":
+    pytest.importorskip("t5x", reason="t5x is not installed")
+  text = (ROOT / page).read_text()
+  extras = re.findall(r"pip install[\w -]*\s'(?:\.|specdec_jax)\[([\w,]+)\]'", text)
+  requirements = [f"specdec_jax[{names}]" for names in extras if names != "test"]
+  requirements += " ".join(re.findall(r"^pip install ([\w ]+)$", text, re.MULTILINE)).split()
+  subprocess.run(
+    [
+      *(sys.executable, ROOT / "tests" / "help_with_extras.py"),
+      *(json.dumps(["specdec_jax", *requirements]), json.dumps(COMMANDS[page])),
+    ],
+    cwd=ROOT,
+    check=True,
+  )
+
+
 def test_ci_runs_tests_that_exist():
   script = (ROOT / ".ci" / "run").read_text()
-  (names,) = re.findall(r"tests/test_\{([\w,]+)\}\.py", script)
-  for name in names.split(","):
+  names = ",".join(re.findall(r"tests/test_\{([\w,]+)\}\.py", script)).split(",")
+  assert len(names) > 1
+  for name in names:
     assert (ROOT / "tests" / f"test_{name}.py").exists(), name

@@ -22,6 +22,8 @@ from specdec_jax.models.families import model_of
 torch = pytest.importorskip("torch", reason="PyTorch is not installed")
 transformers = pytest.importorskip("transformers", reason="transformers is not installed")
 
+pytestmark = pytest.mark.slow
+
 GREEDY = Sampling(temperature=0.0)
 BATCH, LENGTH, LIMIT = 4, 15, 12
 TOLERANCE = 1e-4  # largest difference of logits, relative to their standard deviation

@@ -257,3 +257,8 @@ def test_mistyped_rule_is_rejected(rule):
 def test_model_parallel_that_does_not_divide_the_devices_is_rejected(model_parallel):
   with pytest.raises(InputError, match="model_parallel is"):
     make_mesh(model_parallel, jax.devices() * 4)
+
+
+def test_error_names_the_devices_of_other_processes():
+  with pytest.raises(InputError, match="are 1 devices; .* give jax.devices.. for those of all"):
+    make_mesh(2)

@@ -17,7 +17,6 @@ from typing import Any, NamedTuple, cast
 import jax
 import jax.numpy as jnp
 
-from experiments.figures import figures
 from experiments.paper.paper import PAPERS_OWN, load_table, target_and_task
 from experiments.paper.paper_tables import paper_table
 from experiments.table3.acceptance import acceptance
@@ -430,6 +429,8 @@ def _save_figure(
 
   Figure 5 is drawn from the records at temperature 0.
   """
+  from experiments.figures import figures  # needs matplotlib, which tables do not
+
   if name == "figure1":
     pair, text = models.example([*tasks.values()][0])
     figure = figures.trace(pair, text, temperature=float(pair.continues))

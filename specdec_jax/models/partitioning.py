@@ -58,15 +58,16 @@ def make_mesh(model_parallel: int = 1, devices: Sequence[jax.Device] | None = No
   """Return a mesh of devices with the axes 'data' and 'model', the latter of size `model_parallel`.
 
   Args:
-    devices: devices of the mesh; by default those of this host, because hosts that decode a dataset
-      together run separate programs.
+    devices: devices of the mesh; by default those of this process, because processes that decode a
+      dataset together run separate programs. `jax.devices()` are those of all processes.
   """
   require_count("model_parallel", model_parallel)
   devices = jax.local_devices() if devices is None else devices
   if len(devices) % model_parallel:
     raise InputError(
       f"model_parallel is {model_parallel} and there are {len(devices)} devices; it must divide "
-      "their number."
+      "their number. By default, the devices are those of this process; give jax.devices() for "
+      "those of all processes."
     )
   shape = len(devices) // model_parallel, model_parallel
   types = AxisType.Auto, AxisType.Auto  # the default, Explicit, requires shardings in the models

@@ -377,6 +377,7 @@ class SamplingCallback(LogitsProcessor):
 
 def _best_last(result: BeamResult, return_all: bool) -> tuple[Array, dict[str, Any]]:
   tokens, scores = jnp.flip(result.tokens, axis=1), jnp.flip(result.scores, axis=1)
+  scores = jnp.maximum(scores, t5x_decoding.NEG_INF)  # the score of a missing text in t5x
   counts = count_steps(result)
   if not return_all:
     return tokens[:, -1], {"scores": scores[:, -1], "rounds": counts}

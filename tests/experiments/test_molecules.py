@@ -9,6 +9,8 @@ from experiments.molecules import molecules
 from specdec_jax.drafts.prompt_lookup import prompt_lookup
 from specdec_jax.load import load_pair
 
+pytestmark = pytest.mark.slow
+
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 
 

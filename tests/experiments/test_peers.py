@@ -95,6 +95,7 @@ BACKENDS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", BACKENDS)
 def test_backends_give_the_tokens_of_the_target(comparison, name):
   got, want = decode(comparison, BACKENDS[name]), decode(comparison, OWN_BASELINE)
@@ -209,6 +210,7 @@ def test_beam_search_is_compared_with_the_backends_that_support_it(comparison, t
   assert "2 beams" in " ".join(capsys.readouterr().out.split())
 
 
+@pytest.mark.slow
 def test_beam_search_of_t5x_gives_the_same_tokens(comparison):
   with_beams = with_workload(comparison, beams=3)
   got, want = decode(with_beams, t5x.beam_search()), decode(with_beams, OWN_BASELINE)
@@ -254,6 +256,7 @@ def test_random_weights_are_measured_at_their_simulated_alpha(tmp_path):
   assert record.models.draft == "t5_1.1_tiny, 50 tokens, int8"
 
 
+@pytest.mark.slow
 def test_llama_cpp_gives_the_tokens_of_the_target(tmp_path, monkeypatch):
   """It needs the sizes of the bundled pair. Its threads wait for each other, also for a core."""
   monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0})
