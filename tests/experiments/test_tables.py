@@ -175,7 +175,11 @@ def test_decoder_only_models_follow_the_row_of_their_size(target, draft, top_k, 
 
 @pytest.mark.parametrize(
   "target, draft, top_k",
-  [("gpt_like_97m", "gpt_like_6m", 0), ("gpt_like_97m", "bigram", 0), ("lamda_137b", "lamda_8b", 40)],
+  [
+    ("gpt_like_97m", "gpt_like_6m", 0),
+    ("gpt_like_97m", "bigram", 0),
+    ("lamda_137b", "lamda_8b", 40),
+  ],
 )
 def test_models_named_like_the_papers_are_stand_ins(target, draft, top_k):
   record = XXL_SAMPLED.replace(task="lm1b", target=target, draft=draft, top_k=top_k)
