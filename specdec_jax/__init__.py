@@ -7,6 +7,9 @@ pair = specdec_jax.load_pair()
 print(pair.generate(["A man runs."], gamma=5)[0])
 ```
 
+The output is exactly that of the target, up to floating-point rounding: the same tokens with
+argmax, except for ties, and the same distribution with sampling (docs/exactness.md).
+
 Names that are not in `__all__` are reached through their modules. The import may add a flag to
 XLA_FLAGS (`xla.disable_ynn`), so it should come before JAX is first used.
 """

@@ -139,7 +139,7 @@ def generate(
       most one of the two arguments.
     logprobs: whether outputs have log-probabilities. Not for a beam search.
     fixed_width: whether to decode autoregressively in passes of the width that gamma or tree give
-      a round. On an accelerator, outputs are then equal to those of speculation in every bit
+      a round. Target passes then have the shapes of speculation, so that ties fall alike
       (docs/exactness.md). Not for a beam search.
     settings: fields of `GenerationConfig`: `max_new_tokens`, `temperature`, `num_beams`,
       `repetition_penalty` and others, with the names of transformers. They take precedence over

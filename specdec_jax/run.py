@@ -163,9 +163,12 @@ def parse_gin(
       if name.upper() in macros():
         gin.parse_config(f"{selector}.{name} = %{name.upper()}")
     references = gin.config.iterate_references(gin.config._CONFIG)
-    known |= {ref.config_key[0] for ref in references if ref.config_key[1] == "gin.macro"}
+    used = {ref.config_key[0] for ref in references if ref.config_key[1] == "gin.macro"}
+    known |= used
     if unknown := names & {*macros()} - known:
       raise InputError(f"There is no setting {_as_flags(unknown)}; there are {_as_flags(known)}.")
+    if missing := used - {*macros()}:
+      raise InputError(f"The gin files need values of {_as_flags(missing)}; give these flags.")
     gin.finalize()
   except (ValueError, SyntaxError, NameError, tokenize.TokenError) as error:
     raise InputError(str(error)) from error

@@ -316,12 +316,18 @@ def test_rows_do_not_depend_on_their_neighbors():
 
 
 def test_impossible_settings_are_reported():
+  def penalized(scorer, penalty):
+    searcher = BeamSearcher(t5().target, NullBeamDraft(), 2, penalty, EOS, scorer)
+    return searcher.run(Params(t5().params), t5().prompt, max_new_tokens=128)
+
   draft, draft_params = chain_draft(t5().draft, 2), t5().draft_params
   stateful = TreeBeamDraft(ModelDraft(t5().draft, Sampling(), chain(2)))
   for call, message in (
     (lambda: plain(t5(), 9), "more than the vocabulary's 16"),
     (lambda: plain(t5(), 0), "beams is 0"),
     (lambda: plain(t5(), 2, max_new_tokens=0), "max_new_tokens is 0"),
+    (lambda: penalized("t5x", 22.5), r"length_penalty is 22.5; .*-22.2, 22.2"),  # (134 / 6) ** 22.2
+    (lambda: penalized("hf", 14.5), r"length_penalty is 14.5; .*-14.2, 14.2"),  # 129 ** 14.2
     (lambda: speculate(t5(), (ModelBeamDraft(draft, 2), draft_params)), "2 beams"),
     (
       lambda: speculate(t5(), (ModelBeamDraft(draft, 3, 2), draft_params)),

@@ -127,3 +127,9 @@ def test_noisy_costs_are_reported_where_there_is_no_prediction():
   (note,) = speed_table([noisy, OTHER]).notes
   assert "too noisy" in note and "(gamma 5)" in note
   assert not speed_table([RECORD]).notes
+
+
+@pytest.mark.parametrize("repeats, is_noted", [(1, True), (2, True), (3, False), (None, False)])
+def test_speedups_of_few_repeats_are_called_unreliable(repeats, is_noted):
+  notes = speed_table([OTHER, RECORD.replace(repeats=repeats)]).notes
+  assert ["fewer than 3 repeats" in note for note in notes] == [True] * is_noted

@@ -228,6 +228,12 @@ def test_invalid_command_line_is_reported(folder, capsys, args, words):
   assert not (folder / "out").exists()
 
 
+def test_macro_without_a_value_is_reported_as_a_flag(folder, capsys):
+  (folder / "work.gin").write_text(GIN + "tiny_work.work.gamma = %TARGET_TEXT")
+  said = error(capsys, "--gin_file=work.gin", OUT)
+  assert said == "error: The gin files need values of --target_text; give these flags.\n"
+
+
 def test_flags_of_checkpoints_add_their_gin_file(folder, capsys):
   said = error(capsys, "translate", "--input", "-", "--target", "here/gone/x", "--draft=gone")
   assert "There is no model in here/gone/x" in said

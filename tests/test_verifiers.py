@@ -132,13 +132,14 @@ def by_tokens(tree, x, q, p, module=tokens):
       remaining = remaining * (1 - acceptance[:, draft_token])
     ends[:, node] = remaining
   residuals = [
-    jitted(module.residual_at)(tree, q, p, np.full(len(x), node)) for node in range(tree.num_nodes)
+    jitted(module.residual_at)(tree, x, q, p, np.full(len(x), node))
+    for node in range(tree.num_nodes)
   ]
   return ends, np.stack(residuals, axis=1)
 
 
 def by_k_seq(tree, x, q, p):
-  return by_tokens(tree, x, q, p, module=k_seq)
+  return by_tokens(tree, x, q, p, K_SEQ)
 
 
 def by_rejection(tree, x, q, p):
@@ -146,9 +147,13 @@ def by_rejection(tree, x, q, p):
   return by_tokens(tree, x, q, p, REJECTION)
 
 
+K_SEQ = types.SimpleNamespace(
+  draft_token_probs=k_seq.draft_token_probs,
+  residual_at=lambda tree, x, q, p, end: k_seq.residual_at(tree, q, p, end),
+)
 REJECTION = types.SimpleNamespace(
   draft_token_probs=rejection.draft_token_probs,
-  residual_at=lambda tree, q, p, end: gather_one(p, end),
+  residual_at=lambda tree, x, q, p, end: gather_one(p, end),
 )
 
 
@@ -542,6 +547,20 @@ def test_draft_token_that_was_not_proposed_is_never_accepted():
   proposal = Proposal(jnp.broadcast_to(jnp.array([2, -1]), (64, 2)), q)
   verification = jax.jit(functools.partial(tokens.verify, keys, chain(2)))(proposal, p)
   assert set(verification.num_accepted.tolist()) == {0, 1}
+
+
+@pytest.mark.parametrize("x", [(2, -1), (-1, 2), (-1, -1)], ids=str)
+@pytest.mark.parametrize("tree", [chain(2), branching(2)], ids=["chain", "siblings"])
+def test_q_of_a_token_that_was_not_proposed_has_no_effect(tree, x):
+  """A draft may leave any q at -1; subtracting it from p would bias the next token."""
+  p = jnp.broadcast_to(jnp.array([0.1, 0.6, 0.3]), (64, 3, 3))
+  q = jnp.broadcast_to(jnp.array([0.1, 0.5, 0.4]), (64, 2, 3))
+  x = jnp.broadcast_to(jnp.array(x), (64, 2))
+  keys = jax.random.split(jax.random.key(0), 64)
+  verify = jax.jit(functools.partial(tokens.verify, keys, tree))
+  left, zero = (verify(Proposal(x, y), p) for y in (q, jnp.where(x[..., None] < 0, 0.0, q)))
+  assert left.num_accepted.tolist() == zero.num_accepted.tolist()
+  assert left.next_token.tolist() == zero.next_token.tolist()
 
 
 # Uniforms lie in [0, 1), so u = 0 occurs.

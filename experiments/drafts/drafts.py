@@ -25,6 +25,7 @@ from specdec_jax.measure.tables import (
   V,
   measured_with,
   models_text,
+  noise_notes,
 )
 from specdec_jax.pair import Pair
 
@@ -150,7 +151,8 @@ def drafts_table(records: Sequence[Record]) -> Table:
   settings = first.settings
   title = f"{models_text(first, draft=False)}, gamma {settings.gamma}, "
   title += f"batch {settings.batch_size}, {settings.num_examples} texts, {first.device}"
-  return Table(title, columns, tuple(rows), (measured_with(records),), DRAFTS_LEGEND)
+  notes = measured_with(records), *noise_notes(records)
+  return Table(title, columns, tuple(rows), notes, DRAFTS_LEGEND)
 
 
 PREDICTED = Column(

@@ -115,7 +115,7 @@ def _letters(word: str) -> list[int]:
 
 
 def _typing_error(words: list[str], i: int, rng: random.Random) -> bool:
-  """Swap two letters, or drop, double or replace one."""
+  """Swap two letters of `words[i]`, or drop, double or replace one; return whether it changed."""
   word, places = words[i], _letters(words[i])
   if len(places) < 3:
     return False

@@ -6,7 +6,6 @@ such as one of different models or of a different task. Stand-ins follow all row
 differences are computed, because a stand-in is not comparable with the paper's models.
 """
 
-import re
 from collections.abc import Callable, Iterable, Sequence
 
 from experiments.paper.paper import PAPERS_OWN, PaperRow, target_and_task
@@ -125,13 +124,14 @@ def reproduces(r: Record, row: PaperRow) -> bool:
 def _same_model(printed: str, ours: str) -> bool:
   """Return whether `printed`, a name in the paper, and our name `ours` mean the same model.
 
-  A T5 is the paper's only if it is declared to be (PAPERS_OWN), whatever its size. Other models are
-  compared by the whole name, so that LaMDA (8B) equals lamda_8b.
+  A model is the paper's only if it is declared to be (PAPERS_OWN), whatever its size. N-grams have
+  no weights and need no declaration.
   """
   printed = printed.casefold()
   if printed.startswith("t5-"):
-    return ours.casefold() == PAPERS_OWN + printed.partition(" (")[0]
-  return re.sub(r"\W+", "_", printed).strip("_") == ours.casefold()
+    printed = printed.partition(" (")[0]  # Table 5 prints the size, the others do not
+  declared = "" if printed in ("unigram", "bigram") else PAPERS_OWN
+  return ours.casefold() == declared + printed
 
 
 # Cells of a record and of the paper's row.
@@ -233,7 +233,7 @@ _LAYOUTS: dict[int, tuple[str, dict[str, _Column]]] = {
       "total variation": _ours_only(lambda r: number_text(r.outputs.total_variation, ".3f")),
       "speed by Theorem 8": (
         _speed_at_the_papers_cost,
-        lambda row: number_text(row["speed"], ".1f"),
+        lambda row: number_text(row["speed"], "g"),
       ),
       "measured on": _ours_only(_measured_on),
     },

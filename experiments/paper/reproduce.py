@@ -125,11 +125,12 @@ class StandIns:
     pair = load_pair(draft=asset("multi30k_ende/draft"))
     return pair, _ngram_drafts(names, task)
 
-  def example(self, task: Task) -> tuple[Pair, str]:
-    """Return a pair and a text whose rounds are drawn in Figure 1."""
+  def example(self, task: Task) -> tuple[Pair, str, int]:
+    """Return a pair, a text and a seed, whose rounds are drawn in Figure 1."""
     # The GPT-like pair, because the paper's figure has a model without an encoder.
     names = "gpt_like_4m", "gpt_like_600k", "vocabulary.txt"
-    return load_pair(*(f"experiments/gpt_like/weights/{name}" for name in names)), ""
+    # The seed of experiments/figures/README.md: as many tokens and passes as in the paper.
+    return load_pair(*(f"experiments/gpt_like/weights/{name}" for name in names)), "", 14
 
 
 def stand_ins(true_sizes: bool | None = None) -> StandIns:
@@ -200,9 +201,9 @@ class Checkpoints:
     pair = self._target(task)
     return pair.with_draft(first(pair.target)), others
 
-  def example(self, task: Task) -> tuple[Pair, str]:
+  def example(self, task: Task) -> tuple[Pair, str, int]:
     text, names = task.sources()[0], [name for name in self._paths(task) if name != TARGET]
-    return self.pair(names[0], task, 1.0), text
+    return self.pair(names[0], task, 1.0), text, 0
 
   def _target(self, task: Task) -> Pair:
     key = self._paths(task)[TARGET], self.vocabulary, self.dtype
@@ -432,8 +433,8 @@ def _save_figure(
   from experiments.figures import figures  # needs matplotlib, which tables do not
 
   if name == "figure1":
-    pair, text = models.example([*tasks.values()][0])
-    figure = figures.trace(pair, text, temperature=float(pair.continues))
+    pair, text, seed = models.example([*tasks.values()][0])
+    figure = figures.trace(pair, text, temperature=float(pair.continues), seed=seed)
   elif name == "figure2":
     figure = figures.tokens_figure()
   elif name == "figure3":

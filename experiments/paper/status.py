@@ -198,13 +198,14 @@ def _lenient_speeds(rows: Sequence[PaperRow]) -> Iterable[Claim]:
     alpha, gamma, c = row["alpha"], row["gamma"], row["c"]
     gamma = gamma or theory.best_gamma(alpha, c, most=50)
     ours = float(theory.walltime_improvement(alpha, gamma, c))
-    equal = f"{ours:.1f}" == f"{row['speed']:.1f}"
+    printed = f"{row['speed']:g}"  # as printed: 5X has no decimal
+    rounded = f"{ours:.{len(printed.partition('.')[2])}f}"
     yield Claim(
       "5",
       f"speed, lenience 1 / 0.5 / 0.3 / 0.1; T5-small, temperature {row['temperature']:g}",
-      f"{row['speed']:.1f}",
-      COMPUTED if equal else NO_GAMMA if row["gamma"] is None else DIFFERS,
-      f"{ours:.1f}" if equal else f"{ours:.2f}",
+      printed,
+      COMPUTED if rounded == printed else NO_GAMMA if row["gamma"] is None else DIFFERS,
+      rounded if rounded == printed else f"{ours:.2f}",
       _STATUS,
     )
 

@@ -423,7 +423,8 @@ class BeamSearcher(Settings):
       )
     # Scores are float32: the longest text's must neither be rounded to 0 nor overflow.
     longest = self.target.prompt_tokens(prompt)[0].shape[1] + max_new_tokens
-    highest = math.floor(10 * math.log(1e30) / math.log((5 + longest) / 6)) / 10
+    base = longest if self.scorer == "hf" else (5 + longest) / 6
+    highest = math.floor(10 * math.log(1e30) / math.log(base)) / 10
     require_number("length_penalty", self.length_penalty, -highest, highest)
 
 

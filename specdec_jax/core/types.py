@@ -165,8 +165,8 @@ class Proposal(NamedTuple):
   Attributes:
     tokens: draft tokens; -1 for a token that was not proposed.
     q: distribution that each draft token was sampled from, given its ancestors and its earlier
-      siblings. Exactness depends on it. None stands for one-hots, if all tokens were selected
-      deterministically.
+      siblings. Exactness depends on it. It has no effect for a token that was not proposed. None
+      stands for one-hots, if all tokens were selected deterministically.
     tree: tree of this round, if the draft's tree is dynamic; None if it is static.
   """
 

@@ -15,8 +15,7 @@ from specdec_jax.errors import InputError, require_count
 _HAS_SEQIO = importlib.util.find_spec("seqio") is not None
 _MISSING = (
   "needs seqio and TensorFlow, which are not installed; run pip install 'specdec_jax[tasks]' (in a "
-  "checkout pip install -e '.[tasks]'), or read a file with one text per line with "
-  "--gin.TEXTS='@text.read_lines()' and --gin.INPUT."
+  "checkout pip install -e '.[tasks]'), or use text files instead (docs/data.md)."
 )
 _SEQIO_NAMES = "T5_VOCABULARY", "prepared_tfds", "add_task", "text_pairs"
 

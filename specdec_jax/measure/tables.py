@@ -285,14 +285,19 @@ def with_quality(records: Sequence[Record], columns: Sequence[Column]) -> tuple[
 
 
 def noise_notes(records: Sequence[Record]) -> list[str]:
-  """Return a note about records whose measured costs are too noisy for a prediction."""
+  """Return notes about speedups of few repeats, and about costs too noisy for a prediction."""
   noisy = [
     f"{r.settings.gamma}"
     for r in records
     if r.predicted is None and min(r.times.c or 0.0, r.times.verify_cost or 1.0) < 0
   ]
-  text = "No prediction: the measurement is too noisy, since a cost is negative (gamma {})."
-  return [text.format(", ".join(noisy))] if noisy else []
+  notes = []
+  if any(r.times.speedup is not None and (r.settings.repeats or 3) < 3 for r in records):
+    notes.append("Speedups of fewer than 3 repeats are not reliable.")
+  if noisy:
+    text = "No prediction: the measurement is too noisy, since a cost is negative (gamma {})."
+    notes.append(text.format(", ".join(noisy)))
+  return notes
 
 
 def _bandwidth(name: str, part: str, words: str) -> tuple[Column, Column]:

@@ -241,7 +241,7 @@ class Embed(nn.Embed):
 
 
 def embedder(config: TransformerConfig) -> Embed:
-  """Return the token embeddings of a model."""
+  """Return the module of a model's token embeddings."""
   init = nn.initializers.normal(config.embedding_std)
   shape = config.table_size, config.emb_dim
   return Embed(*shape, dtype=config.activations, embedding_init=init)

@@ -51,7 +51,6 @@ class SpeculativeModelHandler(ModelHandler[TextBlock, list[dict], DecodeFn]):
   def load_model(self) -> DecodeFn:
     pair = self._load_pair()
     pair.require_batch_size(self._settings.batch_size)
-    # Beam holds a weak reference to the model, which a pair, a tuple, does not support.
     return functools.partial(_decode_block, pair, self._tree, self._settings)
 
   def run_inference(

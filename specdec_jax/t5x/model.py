@@ -276,7 +276,7 @@ class SpeculativeModel(models.EncoderDecoderModel):
     length: int,
     prompt: Int[Array, "B T"] | None,
   ) -> tuple[Int[Array, "B T"], Float[Array, " B"], dict[str, Any]]:
-    """Return outputs of `length` tokens, of which `steps` are new, their scores and counts."""
+    """Return outputs of `length` tokens, at most `steps` of them new, their scores and counts."""
     num_rows = len(keys)
     verifier = settings.built_verifier
     processors: Processors = ()

@@ -211,7 +211,7 @@ def _by_pair(
   tokens_per_batch: int,
   batch_sharding: Sharding | None,
 ) -> Iterator[tuple[int, Any]]:
-  """Yield the index of each pair in a batch, and its rows [T, ...] of `compute(params, batch)`."""
+  """Yield the index in `text` and the rows [T, ...] of `compute(params, batch)` of each target."""
   num_devices = 1 if batch_sharding is None else batch_sharding.num_devices
   batches = epoch_batches(text, tokens_per_batch, seed=0, epoch=0, multiple=num_devices)
   compute = jax.jit(compute)

@@ -12,6 +12,7 @@ from test_records import RECORD as SETTING
 
 from experiments.figures import figures
 from experiments.paper.paper import load_table
+from experiments.paper.reproduce import StandIns, Task, reproduce
 from specdec_jax.measure.records import append
 from specdec_jax.measure.rounds import Round
 
@@ -153,16 +154,20 @@ def test_figures_are_written_reproducibly(tmp_path, monkeypatch):
   [
     ("figure1", ""),
     ("figure1_gpt_like", "--gin_file experiments/gpt_like/gpt_like.gin --temperature 1 --seed 14"),
+    ("figure1_gpt_like", None),  # specdec reproduce figure1
   ],
 )
 def test_figure_1_of_the_page_is_what_its_command_draws(tmp_path, monkeypatch, name, options):
-  output = tmp_path / "figure.svg"
-  words = f"--figure 1 {options} --output {output}".split()
-  monkeypatch.setattr(sys, "argv", ["", *words])
-  try:
-    figures.main()
-  finally:
-    gin.clear_config()
+  output = tmp_path / "figure1.svg"
+  if options is None:
+    reproduce(["figure1"], StandIns(), {"EnDe": Task("", list, str)}, str(tmp_path))
+  else:
+    words = f"--figure 1 {options} --output {output}".split()
+    monkeypatch.setattr(sys, "argv", ["", *words])
+    try:
+      figures.main()
+    finally:
+      gin.clear_config()
   folder = ROOT / "experiments" / "figures"
   drawn, page = (
     re.findall("<!-- (.*) -->", (folder / file).read_text()) for file in (output, f"{name}.svg")

@@ -25,8 +25,8 @@ def test_every_printed_number_counts_once():
   counts = dict(status.status_counts_table(claims).rows)
   assert counts == {
     status.MEASURED: "0",
-    status.COMPUTED: "26",
-    status.NO_GAMMA: "4",
+    status.COMPUTED: "27",
+    status.NO_GAMMA: "3",
     status.ROUNDED: "3",
     status.WEIGHTS_AND_TPU: "15",
     status.WEIGHTS: "47",
@@ -108,12 +108,12 @@ def test_number_that_differs_is_reported(number, field):
 
 
 def test_improvement_factors_of_appendix_a5():
-  """Factors at temperature 0 follow from Theorem 8; factors at temperature 1 do at no gamma."""
+  """Factors at temperature 0, and 5X at 1, follow from Theorem 8; the others do at no gamma."""
   argmax, sampled = (
     select(all_claims(), "5", f"speed, lenience 1 / 0.5 / 0.3 / 0.1; T5-small, temperature {t}")
     for t in (0, 1)
   )
   assert [(c.printed, c.ours) for c in argmax] == [(x, x) for x in ("3.3", "3.3", "3.9", "4.9")]
-  assert [c.printed for c in sampled] == ["2.5", "3.1", "3.6", "5.0"]
-  assert [c.ours for c in sampled] == ["2.33", "2.94", "3.45", "4.79"]
-  assert {c.status for c in sampled} == {status.NO_GAMMA}
+  assert [c.printed for c in sampled] == ["2.5", "3.1", "3.6", "5"]
+  assert [c.ours for c in sampled] == ["2.33", "2.94", "3.45", "5"]  # 4.79
+  assert [c.status for c in sampled] == [status.NO_GAMMA] * 3 + [status.COMPUTED]

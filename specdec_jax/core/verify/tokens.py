@@ -96,7 +96,7 @@ def verify(
     accepted |= always_accepted
   accepted &= proposal.tokens >= 0  # -1 was not proposed
   num_accepted, end, path = accepted_path(tree, accepted)
-  next_token = sample(next_rng, residual_at(tree, q, p, end, lenience))
+  next_token = sample(next_rng, residual_at(tree, proposal.tokens, q, p, end, lenience))
   return Verification(num_accepted, next_token, path)
 
 
@@ -164,7 +164,8 @@ def draft_token_probs(
     else:
       # Siblings are adjacent: those before the current ones, among the siblings of the last rank.
       has_next = np.flatnonzero(np.isin(order[-1], draft_tokens - 1))
-      r = normalised(residual(take(r, has_next), take(q, draft_tokens - 1), lenience))
+      earlier_q = proposed_q(take(tokens, draft_tokens - 1), take(q, draft_tokens - 1))
+      r = normalised(residual(take(r, has_next), earlier_q, lenience))
     x = take(tokens, draft_tokens)
     q_x.append(gather_token(take(q, draft_tokens), x))
     r_x.append(gather_token(r, x))
@@ -177,6 +178,7 @@ def draft_token_probs(
 
 def residual_at(
   tree: Tree,
+  tokens: Int[Array, "B N"],
   q: Float[Array, "B N V"],
   p: Float[Array, "B K V"],
   end: Int[Array, " B"],
@@ -190,10 +192,18 @@ def residual_at(
   weights = gather_one(p, end)
   for rank, children in enumerate(tree.children.T):
     child = end if tree.is_chain else jnp.asarray(children)[end]
-    child_q = gather_one(q, jnp.minimum(child, tree.num_draft_tokens - 1))
-    child_q = jnp.where((child < tree.num_draft_tokens)[:, None], child_q, 0.0)
+    i = jnp.minimum(child, tree.num_draft_tokens - 1)
+    token = jnp.where(child < tree.num_draft_tokens, gather_one(tokens, i), -1)
+    child_q = proposed_q(token, gather_one(q, i))
     weights = residual(weights if rank == 0 else normalised(weights), child_q, lenience)
   return weights
+
+
+def proposed_q(
+  tokens: Int[Array, "*batch"], q: Float[Array, "*batch V"]
+) -> Float[Array, "*batch V"]:
+  """Return q, with zeros for tokens that were not proposed (-1): they are not rejected either."""
+  return jnp.where((tokens >= 0)[..., None], q, 0.0)
 
 
 def accepted_path(

@@ -1,6 +1,7 @@
-"""EAGLE: one step per draft token, from the previous token and state (Li et al., 2024).
+"""One step per draft token, from the previous token and state, as in EAGLE (Li et al., 2024).
 
-The first state is a projection of the target's hidden state. The head computes the later states.
+Unlike EAGLE's, the head does not attend to the text; that of kind 'eagle_text' does. The first
+state is a projection of the target's hidden state. The head computes the later states.
 """
 
 import dataclasses

@@ -14,9 +14,9 @@ the vector that is added to the embedding of a token, its conditioning:
 
 In 'features' and 'eagle_text', the next round computes the keys and values of the last round's
 tokens again. In EAGLE (Li et al., 2024), too, each committed token is read together with the
-target's state before it, its feature. 'eagle_text' is EAGLE as published: training uses the
-target's features at all tokens, and adds a loss between predicted and actual features. Unlike
-EAGLE, it has its own width, embeddings and logits, and features have no noise in training.
+target's state before it, its feature. 'eagle_text' is close to EAGLE: training uses the target's
+features at all tokens, and adds a loss between predicted and actual features. It differs in that it
+has its own width, embeddings and logits, attends to the source, and trains without noise.
 
 Axis letters are those of `core.types`; d is the width of the head, and M the number of hidden
 states (K or 1).

@@ -1,4 +1,4 @@
-"""Draft heads without a cache: Medusa, EAGLE and the parallel head.
+"""Draft heads without a cache: Medusa, EAGLE without attention to the text, the parallel head.
 
 They draft level by level from the target's hidden state at the start of the round, which
 verification has already computed (`Context.hidden`), and from the last committed token. If the
