@@ -14,6 +14,7 @@ from specdec_jax import run
 from specdec_jax.core.sampling import Sampling
 from specdec_jax.core.verify.tokens import TokenVerifier
 from specdec_jax.errors import InputError
+from specdec_jax.load import load_pair
 
 GIN = pathlib.Path(__file__).resolve().parents[1] / "gin"
 RUNS = sorted(path.stem for path in (GIN / "runs").glob("*.gin"))
@@ -142,15 +143,14 @@ def test_exactness_checker_samples_at_a_temperature_other_than_1():
   assert not {sampling.temperature for sampling in samplings} <= {0, 1}
 
 
-@pytest.mark.parametrize("name", ["check", "speedup"])
-def test_measuring_runs_use_the_draft_of_the_existing_records(name):
-  """The default draft of `load_pair` is that of the quickstart, not the one of these records."""
-  try:
-    run.parse_gin([str(GIN / "runs" / f"{name}.gin")])
-    draft = gin.query_parameter("load.load_pair.draft")
-    assert pathlib.Path(draft.scoped_configurable_fn()).parts[-2:] == ("multi30k_ende", "draft")
-  finally:
-    gin.clear_config()
+@pytest.mark.parametrize(
+  "name",
+  ["quickstart", *(f"runs/{n}" for n in ("check", "decode", "serve", "speedup", "translate"))],
+)
+def test_runs_use_the_pair_of_load_pair(name):
+  ours, default = value_of("PAIR", name), load_pair()
+  assert ours.target.path == default.target.path
+  assert ours.draft.path == default.draft.path
 
 
 def test_verifier_bound_by_gin_creates_an_instance_of_the_original_class():

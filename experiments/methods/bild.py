@@ -1,9 +1,9 @@
-"""Measure BiLD's quality and speed on the bundled pair, at temperature 0:
+"""Measure BiLD's quality and speed on the bundled target with the separate draft model:
 
 python -m experiments.methods.bild > experiments/methods/bild.jsonl
 
-The first test captions are decoded one at a time, each with all settings in turn. Decoding stops
-when the timed part has taken SECONDS.
+The first test captions are decoded one at a time, at temperature 0, each with all settings in turn.
+Decoding stops when the timed part has taken SECONDS.
 """
 
 import dataclasses

@@ -1,4 +1,4 @@
-"""Decode test_2016_flickr with the bundled pair in float32, int8 and int4, and compute BLEU.
+"""Decode test_2016_flickr by the bundled target in float32, int8 and int4, and compute BLEU.
 
 python -m experiments.multi30k_ende.quantized data/multi30k/test_2016_flickr bleu.jsonl
 

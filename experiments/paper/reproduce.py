@@ -81,7 +81,7 @@ class StandIns:
   """Models for a machine without checkpoints; see `stand_ins`.
 
   Speeds are measured with models with random weights, which simulate the paper's alpha. Alphas are
-  measured with the bundled pair.
+  measured with the bundled target and the separate draft model.
 
   Attributes:
     sizes: size of T5 1.1 in place of each model of the paper.
@@ -110,7 +110,9 @@ class StandIns:
     """Describe the models that are measured with."""
     sizes = ", ".join(f"T5 1.1 {size} for {name}" for name, size in self.sizes.items())
     models = f"random weights and the paper's alpha, simulated ({sizes})"
-    return f"Stand-ins, not the paper's models: {models if is_speed else 'the bundled pair'}."
+    if not is_speed:
+      models = "the bundled target with the separate draft model"
+    return f"Stand-ins, not the paper's models: {models}."
 
   def pair(self, draft: str, task: Task, alpha: float) -> Pair:
     """Return the target with a draft; stand-ins simulate `alpha`."""

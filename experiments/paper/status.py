@@ -46,11 +46,11 @@ _STAND_INS: dict[str, tuple[str, dict[str, str]]] = {
 }
 _LENIENCE = "table5/results.jsonl"
 _REPRODUCTION = {
-  "table3/results.jsonl": "the embedded pair, captions: `experiments/table3/table3.gin`",
-  "table3/gpt_like.jsonl": "the embedded GPT-like pair: `experiments/table3/table3_gpt_like.gin`",
+  "table3/results.jsonl": "the bundled target, captions: `experiments/table3/table3.gin`",
+  "table3/gpt_like.jsonl": "the GPT-like pair: `experiments/table3/table3_gpt_like.gin`",
   "model_free_drafts/results.jsonl": "T5-11B's published outputs: "
   "`experiments/model_free_drafts/given_outputs.gin`",
-  _LENIENCE: "the embedded pair, captions: `experiments/table5/table5.gin`",
+  _LENIENCE: "the bundled target, captions: `experiments/table5/table5.gin`",
 }
 # Records of `specdec reproduce` with the paper's own models; there are none yet.
 OWN_RECORDS = "paper/results.jsonl"

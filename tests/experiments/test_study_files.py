@@ -76,14 +76,17 @@ def test_training_a_draft_further_does_not_overwrite_it(path):
     gin.clear_config()
 
 
-@pytest.mark.parametrize("path", ["alpha", "beams", "gamma", "trees"])
+@pytest.mark.parametrize(
+  "path",
+  ["alpha", "beams", "cost", "drafts", "gamma", "learned_drafts", "methods", "table2", "trees"],
+)
 def test_studies_use_the_draft_of_the_existing_records(path):
-  """The default draft of `load_pair` is that of the quickstart, not the one of these records."""
+  """The default draft of `load_pair` is not the one of these records."""
   (file,) = ROOT.glob(f"experiments/*/{path}.gin")
   try:
     run.parse_gin([str(file)], [], [])
-    draft = gin.query_parameter("load.load_pair.draft")
-    assert pathlib.Path(draft.scoped_configurable_fn()).parts[-2:] == ("multi30k_ende", "draft")
+    draft = gin.get_bindings("load.load_pair")["draft"]
+    assert pathlib.Path(draft).parts[-2:] == ("multi30k_ende", "draft")
   finally:
     gin.clear_config()
 
