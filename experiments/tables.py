@@ -38,6 +38,7 @@ LINES = {
   "gpu-changes": "gpu.predict",
   "gpu-parts": "gpu.predict",
   "gpu-drafts": "gpu.predict",
+  "gpu-alphas": "gpu.predict",
   "gpu-trees": "gpu.predict",
   "gpu-sizes": "gpu.predict",
   "gpu-weights": "gpu.predict",
