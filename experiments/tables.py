@@ -19,6 +19,7 @@ RECORDS = {
   "lengths": "trees.trees",
   "acceptance": "table3.acceptance",
   "online": "learned_drafts.online",
+  "reproduced": "paper.reproduce",
   "drafts": "drafts.drafts",
   "layers": "methods.search_layers",
   "beams": "beams.beams",

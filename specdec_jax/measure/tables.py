@@ -145,7 +145,8 @@ def measured_with(records: Sequence[Record]) -> str:
     f"commit {o.commit} of {o.date[:10]}" if o.commit and o.date else "an unrecorded commit"
     for o in origins
   )
-  return f"Measured with {'; '.join(commits)}."
+  text = "; ".join(commits)
+  return f"Measured with {text.replace('+ of', ' with uncommitted changes of')}."
 
 
 def range_text(r: Record) -> str:

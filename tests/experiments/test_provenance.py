@@ -59,7 +59,7 @@ def test_records_of_uncommitted_code_are_the_known_ones():
 
 def test_files_of_uncommitted_code_are_listed_on_the_page():
   page = (ROOT / "experiments/README.md").read_text()
-  assert not [name for name in UNCOMMITTED if f"({name})" not in page]
+  assert not [name for name in UNCOMMITTED if f"]({name})" not in page]
 
 
 def test_commits_of_records_are_in_the_history():
