@@ -415,7 +415,7 @@ def rows_table(measured: Sequence[tuple[Row, Record]]) -> Table:
 
 
 def reproduced_table(records: Sequence[Record]) -> Table:
-  """Return `rows_table` for records of stand-ins, found by temperature, gamma and simulated alpha."""
+  """Return `rows_table` of stand-ins; temperature, gamma and simulated alpha identify a row."""
   by_setting = {(r.settings.temperature, r.settings.gamma, r.outputs.alpha): r for r in records}
   rows = [(row, (row["temperature"], row["gamma"], row["alpha"])) for row in load_table(2)]
   return rows_table([(row, by_setting[key]) for row, key in rows if key in by_setting])
