@@ -513,6 +513,7 @@ def test_record_has_every_field(results):
   assert (settings.task, models.target, models.draft) == ("tiny", "target", "random")
   assert (settings.temperature, settings.gamma, settings.batch_size) == (0.0, 2, 1)
   assert (settings.num_examples, settings.repeats, models.dtype) == (len(TEXTS), 2, "float32")
+  assert settings.distinct_texts == len({*TEXTS})
   assert record.machine.platform == "cpu" and record.origin.seconds > 0
 
 

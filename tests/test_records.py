@@ -16,8 +16,8 @@ from specdec_jax.measure.records import Machine, Models, Record, Settings
 # Documented fields of results.jsonl. A reader may rely on their names.
 DOCUMENTED = {
   "models": "target draft target_path draft_path dtype kernels simulated",
-  "settings": "task temperature top_k top_p gamma lenience batch_size num_examples baseline seed "
-  "repeats",
+  "settings": "task temperature top_k top_p gamma lenience batch_size num_examples "
+  "distinct_texts baseline seed repeats",
   "machine": "platform device_kind",
   "outputs": "num_tokens alpha alpha_low alpha_high acceptance_rate tokens_per_round identical",
   "times": "target_step_ms draft_step_ms c verify_ms verify_cost predicted_theorem8 speedup "
@@ -106,6 +106,10 @@ def test_line_that_is_not_a_record_is_reported(path, line):
 )
 def test_different_settings_have_different_keys(change):
   assert setting(**change).key != RECORD.key
+
+
+def test_old_record_without_the_number_of_distinct_texts_is_not_measured_again():
+  assert setting(distinct_texts=3).key == RECORD.key
 
 
 def test_results_do_not_change_the_key_and_neither_does_the_host_of_a_tpu():

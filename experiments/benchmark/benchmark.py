@@ -30,6 +30,7 @@ from specdec_jax.measure.costs import (
   round_calls,
   round_costs,
 )
+from specdec_jax.measure.machine import commit
 from specdec_jax.measure.records import settings_to_measure
 from specdec_jax.pair import Pair
 
@@ -70,7 +71,7 @@ def benchmark(
     measured = [ratios(pair, sentences) for _ in range(runs)]
     rows = {name: [run[name] for run in measured] for name in measured[0]}
     with atomic_write(recorded) as file:
-      file.write(json.dumps({**setting, "ratios": rows}, indent=2) + "\n")
+      file.write(json.dumps({**setting, "commit": commit(), "ratios": rows}, indent=2) + "\n")
     console.print(f"Recorded in {recorded}: {setting}")
     return
   content = json.loads(pathlib.Path(recorded).read_text(encoding="utf-8"))

@@ -41,6 +41,13 @@ def _decode(gamma: int = 0, batch_size: int = 1, nodes: int = 0, **options: Any)
   return dict(gamma=gamma, nodes=nodes, batch_size=batch_size) | defaults | options
 
 
+def captions() -> list[str]:
+  """Return 300 different texts."""
+  from specdec_jax.data.text import read_lines
+
+  return read_lines(str(ROOT / "gin/tasks/captions.en.txt"))
+
+
 @dataclasses.dataclass(frozen=True)
 class Run:
   """Folder of the results, sizes of the models, and numbers of texts and of new tokens."""
@@ -57,9 +64,7 @@ class Run:
 
   @property
   def texts(self) -> list[str]:
-    from specdec_jax.data.text import read_lines
-
-    return list(read_lines(str(ROOT / "gin/tasks/captions.en.txt"))[: self.num_texts])
+    return captions()[: self.num_texts]
 
   def missing(self, part: str) -> list[Line]:
     """Return the settings of a part that the file of results lacks."""
@@ -72,7 +77,9 @@ class Run:
 def measure_speed(run: Run, settings: list[Line]) -> Iterator[Line]:
   """Time decoding a batch to one token and to all; the difference is the time of the rounds.
 
-  The settings have the same models, and are compiled at once.
+  The settings have the same models, and are compiled at once. The rows of a batch are different
+  texts: simulated acceptance depends on the text, so copies of a text would accept the same tokens,
+  and none would wait for another.
   """
   import jax
   import numpy as np
@@ -95,7 +102,7 @@ def measure_speed(run: Run, settings: list[Line]) -> Iterator[Line]:
     decoder = pair.decoder(sampling, tree)
     if setting["null"] or not gamma:
       decoder = Decoder(pair.target.model, NullDraft(tree), pair.verifier_for(sampling))
-    prompt = pair.prompt((run.texts * batch)[:batch], SOURCE_TOKENS)
+    prompt = pair.prompt(captions()[:batch], SOURCE_TOKENS)
     arguments = decoder, pair.params, prompt, row_keys(0, 0, batch)
     program = Decoder.run.lower(*arguments, max_new_tokens=tokens, limit=tokens).compile()
     return functools.partial(program, *arguments)
@@ -113,6 +120,7 @@ def measure_speed(run: Run, settings: list[Line]) -> Iterator[Line]:
     yield {
       "alpha": ALPHA,
       "source_tokens": SOURCE_TOKENS,
+      "distinct_texts": len(set(captions()[: setting["batch_size"]])),
       "max_new_tokens": tokens,
       "start_ms": 1e3 * start_s,
       "total_ms": 1e3 * full_s,
@@ -280,7 +288,7 @@ def gpu_speed_table(results: Sequence[Line]) -> Table:
       and each.get("gamma") == 0
       and all(each.get(name) == line.get(name) for name in (*shape, "max_new_tokens"))
     ]
-    expected = None
+    tokens = expected = None  # per round; and tokens/s
     if not is_ours:
       decoding = {"dynamic": "transformers, eager", "static": "transformers, compiled"}[
         line["cache"]
@@ -288,8 +296,14 @@ def gpu_speed_table(results: Sequence[Line]) -> Table:
     elif gamma:
       nodes = f", tree of {line['nodes']}" * (line["nodes"] > 0)
       decoding = f"gamma {gamma}{nodes}{', a draft that takes no time' * line['null']}"
-      if line["batch_size"] == 1 and not (line["nodes"] or line["null"]):
-        expected = float(theory.expected_tokens(line["alpha"], gamma))
+      if not (line["nodes"] or line["null"]):
+        lengths = [line["max_new_tokens"]] * line["batch_size"]
+        rounds = theory.expected_rounds(line["alpha"], gamma, lengths)
+        tokens = lengths[0] / rounds
+        if len(lengths) == 1:
+          tokens = float(theory.expected_tokens(line["alpha"], gamma))
+        ms = line["start_ms"] + (rounds - 1) * line["round_ms"]  # the first run has one round
+        expected = 1e3 * sum(lengths) / ms
     else:
       decoding = "autoregressive"
     options = [line.get(name) for name in ("weights", "kernels", "flags")]
@@ -307,24 +321,34 @@ def gpu_speed_table(results: Sequence[Line]) -> Table:
         f"{per_round:.2f}",
         f"{line['tokens_per_s']:,.0f}",
         f"{line['tokens_per_s'] / plain[0]['tokens_per_s']:.2f}" if is_faster else "-",
-        f"{expected * plain[0]['round_ms'] / line['round_ms']:.2f} ({expected:.2f})"
-        if is_faster and expected
+        f"{tokens * plain[0]['round_ms'] / line['round_ms']:.2f} ({tokens:.2f})"
+        if is_faster and tokens
         else "-",
+        f"{expected:,.0f}" if expected else "-",
+        f"{expected / plain[0]['tokens_per_s']:.2f}" if is_faster and expected else "-",
       )
     )
   columns = (
     "decoding|batch|temperature|options|kernels|ms per round|tokens per round|tokens/s|speedup"
-    "|at alpha (tokens)"
+    "|at alpha (tokens)|expected tokens/s|expected speedup"
   )
   first = results[0]
-  commits = ", ".join(dict.fromkeys(line["commit"] for line in results if "commit" in line))
+  commits = ", ".join(dict.fromkeys(line["commit"] for line in results if "gamma" in line))
   notes = (
     f"T5 1.1 {first['target']} with {first['draft']}, {first['dtype']}, random weights, simulated "
     f"alpha {first['alpha']}; {first['device']}, jax {first['jax']}, commit {commits}, "
     f"{first['date'][:10]}.",
     "A step is a round of one token. kernels: per round, as profiled. tokens/s: of all rows, with "
-    "the prefill. The texts of two settings differ, and so do their tokens per round; at alpha: "
-    "the speedup of the measured times with the tokens per round of equation 1.",
+    "the prefill. The texts of two settings differ, and so do their tokens per round.",
+    "Derived from the measured times: at alpha, the speedup without the prefill, with the tokens "
+    "per round of equation 1 or, in a batch, of `theory.expected_rounds` over its rows; expected, "
+    "tokens/s and speedup with the prefill and these rounds, for as many tokens.",
+    *(
+      f"Batch {line['batch_size']}, gamma {line['gamma']}: measured with copies of one text, which "
+      "accept alike, so that no row waits for another. For different texts, see expected."
+      for line in results
+      if line.get("gamma") and line.get("distinct_texts", line["batch_size"]) < line["batch_size"]
+    ),
   )
   return Table("Measured speed", tuple(columns.split("|")), tuple(rows), notes)
 

@@ -21,6 +21,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from experiments.gpu.kernels import (
   H100,
@@ -34,6 +35,7 @@ from experiments.gpu.kernels import (
   kernels,
   num_bytes,
 )
+from experiments.paper.paper import load_table
 from experiments.tables import lines
 from experiments.tpu_v4 import compile as compiler
 from specdec_jax import theory
@@ -243,26 +245,21 @@ def gpu_parts_table(compiled: Sequence[Line]) -> Table:
 def gpu_drafts_table(compiled: Sequence[Line]) -> Table:
   """Return a table of drafts: kernels and predicted time of a draft step, c, and the best gamma."""
   rows: list[tuple[str, ...]] = []
-  step_us = H100.us(kernels_of(compiled, _STEPS[0]))
-  v_5 = H100.us(kernels_of(compiled, _PARTS[1])) / H100.us(kernels_of(compiled, _PARTS[0]))
+  v_5 = _verify_cost(compiled)
   for setting in _DRAFTS:
     found = kernels_of(compiled, setting)
     steps = setting.gamma if setting.program == "drafting" else 1
-    us = H100.us(found) / steps
-    speeds = {
-      gamma: float(theory.walltime_improvement(ALPHA, gamma, us / step_us, v_5))
-      for gamma in range(1, MAX_GAMMA + 1)
-    }
-    gamma = max(speeds, key=lambda each: speeds[each])
+    us, c = H100.us(found) / steps, _draft_cost(compiled, setting)
+    gamma, speed = _best_gamma(ALPHA, c, v_5)
     rows.append(
       (
         setting.draft,
         f"{sum(found.values()) / steps:.0f}",
         f"{num_bytes(found) / steps / 1e6:.1f}",
         f"{us:.0f}",
-        f"{us / step_us:.3f}",
+        f"{c:.3f}",
         f"{gamma}",
-        f"{speeds[gamma]:.2f}",
+        f"{speed:.2f}",
       )
     )
   columns = "draft", "kernels", "MB", "us", "c", "best gamma", "speedup"
@@ -273,6 +270,42 @@ def gpu_drafts_table(compiled: Sequence[Line]) -> Table:
     "smaller draft has a smaller alpha, which must be measured.",
   )
   return Table("Predicted costs of drafts on an H100", columns, tuple(rows), notes)
+
+
+def gpu_alphas_table(compiled: Sequence[Line]) -> Table:
+  """Return a table of the paper's drafts with the paper's alphas, and the best gamma of each."""
+  rows: list[tuple[str, ...]] = []
+  v_5, costs = _verify_cost(compiled), {s.draft: _draft_cost(compiled, s) for s in _DRAFTS}
+  for row in load_table(2):
+    c = costs[row["m_q"].removeprefix("T5-")]
+    gamma, speed = _best_gamma(row["alpha"], c, v_5)
+    cells = f"{row['task']}|{row['temperature']:g}|{row['m_q']}|{row['alpha']:.2f}|{c:.3f}"
+    rows.append((*cells.split("|"), f"{gamma}", f"{speed:.2f}"))
+  columns = "task", "temperature", "draft", "paper alpha", "c", "best gamma", "speedup"
+  notes = (
+    f"Only alpha is the paper's. best gamma, speedup: Theorem 8 with c of the table above and "
+    f"v = {v_5:.3f}.",
+  )
+  return Table("Drafts on an H100 with the paper's alphas", columns, tuple(rows), notes)
+
+
+def _draft_cost(compiled: Sequence[Line], setting: Setting) -> float:
+  """Return c: the predicted time of a draft token / that of a step."""
+  steps = setting.gamma if setting.program == "drafting" else 1
+  us = H100.us(kernels_of(compiled, setting)) / steps
+  return us / H100.us(kernels_of(compiled, _STEPS[0]))
+
+
+def _verify_cost(compiled: Sequence[Line]) -> float:
+  """Return v(5): the predicted time of a target pass over six tokens / that of a decode step."""
+  return H100.us(kernels_of(compiled, _PARTS[1])) / H100.us(kernels_of(compiled, _PARTS[0]))
+
+
+def _best_gamma(alpha: float, c: float, v: float) -> tuple[int, float]:
+  """Return the gamma up to MAX_GAMMA with the highest predicted speedup, and this speedup."""
+  gammas = np.arange(1, MAX_GAMMA + 1)
+  speeds = theory.walltime_improvement(alpha, gammas, c, v)
+  return int(gammas[np.argmax(speeds)]), float(np.max(speeds))
 
 
 def gpu_trees_table(compiled: Sequence[Line]) -> Table:
@@ -408,6 +441,7 @@ TABLES = (
   gpu_times_table,
   gpu_parts_table,
   gpu_drafts_table,
+  gpu_alphas_table,
   gpu_trees_table,
   gpu_weights_table,
 )

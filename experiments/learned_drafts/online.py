@@ -38,7 +38,7 @@ from specdec_jax.errors import InputError
 from specdec_jax.measure import records
 from specdec_jax.measure.progress import Progress
 from specdec_jax.measure.records import Record, settings_to_measure
-from specdec_jax.measure.tables import LENGTH, MISSING, Table, render
+from specdec_jax.measure.tables import LENGTH, MISSING, Table, measured_with, render
 from specdec_jax.models.families import module_of
 from specdec_jax.pair import Pair
 from specdec_jax.train.batches import NO_TOKEN, Batch
@@ -332,10 +332,13 @@ def online_table(measured: Sequence[Record]) -> Table:
     rows.append((task or MISSING, f"{first_text} to {num_texts[task]}", *lengths))
   first = measured[0]
   version = measured[1].models.draft.removeprefix(f"{first.models.draft}, ")
-  notes = "Tokens per target forward pass; texts in the order in which they were served."
+  notes = (
+    "Tokens per target forward pass; texts in the order in which they were served.",
+    measured_with(measured),
+  )
   models = f"{first.models.target}, {first.models.draft}"
   title = f"{models}, gamma {first.settings.gamma}: frozen and {version}"
-  return Table(title, ("task", "texts", "frozen", version), tuple(rows), (notes,))
+  return Table(title, ("task", "texts", "frozen", version), tuple(rows), notes)
 
 
 class LearnedState(NamedTuple):

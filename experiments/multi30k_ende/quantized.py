@@ -70,6 +70,7 @@ def main() -> None:
       "bleu": quality("BLEU", plain, references),
       "as_autoregressive": sum(map(str.__eq__, ours, plain)),
       "texts": len(sources),
+      "distinct_texts": len(set(sources)),
       "batch_size": 32,
       "seconds": time.perf_counter() - started,
       **provenance(),

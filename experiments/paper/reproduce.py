@@ -416,6 +416,13 @@ def rows_table(measured: Sequence[tuple[Row, Record]]) -> Table:
   return Table("Table 2, row by row", tuple(columns.split("|")), tuple(rows), notes)
 
 
+def reproduced_table(records: Sequence[Record]) -> Table:
+  """Return `rows_table` of stand-ins; temperature, gamma and simulated alpha identify a row."""
+  by_setting = {(r.settings.temperature, r.settings.gamma, r.outputs.alpha): r for r in records}
+  rows = [(row, (row["temperature"], row["gamma"], row["alpha"])) for row in load_table(2)]
+  return rows_table([(row, by_setting[key]) for row, key in rows if key in by_setting])
+
+
 def _measured_as(r: Record) -> str:
   over = "" if r.settings.baseline == "own" else f", over {r.settings.baseline}"
   return f"{r.models.target}, {r.models.draft}, {r.models.dtype}, {r.device}{over}"

@@ -229,6 +229,7 @@ def main() -> None:
         batch_size=batch_size,
         gamma=GAMMA,
         texts=len(prompts) * batch_size,
+        distinct_texts=len({row.tobytes() for prompt in prompts for row in np.asarray(prompt)}),
         rounds=num_rounds,
         repeats=models.repeats,
         ratio=statistics.median(with_it / without for with_it, without in times),

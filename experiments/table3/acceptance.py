@@ -28,6 +28,7 @@ from specdec_jax.measure.sweep import Report, Step, sweep
 from specdec_jax.measure.tables import (
   Column,
   Table,
+  measured_with,
   number_text,
   records_table,
   sampling_text,
@@ -205,4 +206,5 @@ def acceptance_table(records: Sequence[Record]) -> Table:
   target = f"{task}, target {first.models.target}" if task else first.target_label
   has_rejection = any(r.outputs.rejection_sampling_rate is not None for r in records)
   columns = (*BEFORE, *([REJECTION] if has_rejection else []), *AFTER)
-  return records_table(f"{target}, {first.models.dtype}", records, columns)
+  title = f"{target}, {first.models.dtype}"
+  return records_table(title, records, columns, [measured_with(records)])

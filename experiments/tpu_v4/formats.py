@@ -5,11 +5,14 @@ python -m experiments.tpu_v4.formats > experiments/tpu_v4/formats.jsonl
 Programs of one and two layers are compiled, since each layer adds as many bytes as the one before.
 """
 
+import importlib.metadata
 import json
+import time
 
 import jax.numpy as jnp
 
 from experiments.tpu_v4 import compile as compiler
+from specdec_jax.measure.machine import commit
 from specdec_jax.models.sizes import t5_config
 
 LAYERS = 24
@@ -20,6 +23,8 @@ def main() -> None:
   options = dict(dtype=jnp.bfloat16, fused=True, tied_logits=False)
   draft = t5_config("small", num_encoder_layers=1, num_decoder_layers=1, **options)
   settings = compiler.CompileSettings(gamma=7)
+  origin = {"commit": commit(), "date": time.strftime("%Y-%m-%d", time.gmtime())}
+  origin |= {name: importlib.metadata.version(name) for name in ("jax", "libtpu")}
   for weights in ("int4", "int8", "float"):
     for program in ("decode step", "verify"):
       sizes = []
@@ -32,7 +37,8 @@ def main() -> None:
         sizes.append((compiled.cost_analysis()["bytes accessed"], arguments))
       total = [(two + (LAYERS - 2) * (two - one)) / 1e9 for one, two in zip(*sizes)]
       gigabytes = dict(zip(("hbm_gb", "arguments_gb"), (round(x, 3) for x in total)))
-      print(json.dumps({"weights": weights, "program": program, **gigabytes}), flush=True)
+      line = {"weights": weights, "program": program, **gigabytes, **origin}
+      print(json.dumps(line), flush=True)
 
 
 if __name__ == "__main__":

@@ -13,6 +13,7 @@ import argparse
 import dataclasses
 import importlib.metadata
 import json
+import time
 from typing import Any, get_args
 
 from experiments.gpu import kernels
@@ -25,6 +26,7 @@ from specdec_jax.core.sampling import Sampling
 from specdec_jax.core.trees import AnyTree, DynamicTree
 from specdec_jax.drafts.heads import HEADS, AnyConfig, DraftHead, new_head
 from specdec_jax.errors import InputError
+from specdec_jax.measure.machine import commit
 from specdec_jax.measure.tables import render
 from specdec_jax.models.config import Weights, named_dtype
 from specdec_jax.models.partitioning import REPLICATED, RULES
@@ -182,7 +184,9 @@ def main() -> None:
     table = examine.report_table(report, title, chip)
   print(render(table, args.format), end="")
   if args.output:
-    text = json.dumps({"settings": settings, "versions": versions, **report}, indent=2)
+    origin = {"commit": commit(), "date": time.strftime("%Y-%m-%d", time.gmtime())}
+    content = {"settings": settings, **origin, "versions": versions, **report}
+    text = json.dumps(content, indent=2)
     with atomic_write(args.output) as file:
       file.write(text + "\n")
 

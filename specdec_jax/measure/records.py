@@ -42,6 +42,9 @@ class Settings:
 
   task: str | None = None  # name of the inputs
   num_examples: int | None = None  # number of inputs
+  # Number of different inputs. Copies of a text are decoded alike, so none waits for another one of
+  # its batch. None in old records of single texts.
+  distinct_texts: int | None = dataclasses.field(default=None, compare=False)
   inputs_sha256: str | None = None  # first 12 hexadecimal digits of the SHA-256 of the inputs
   temperature: float  # 0 means argmax
   top_k: int = 0  # 0 means no limit
@@ -273,6 +276,7 @@ def settings_to_measure(
       settings=Settings(
         task=pair.task,
         num_examples=len(texts),
+        distinct_texts=len(set(texts)),
         inputs_sha256=hashlib.sha256("\n".join(texts).encode()).hexdigest()[:12],
         temperature=each.sampling.temperature,
         top_k=each.sampling.top_k,

@@ -140,11 +140,14 @@ def models_text(r: Record, draft: bool = True) -> str:
 
 def measured_with(records: Sequence[Record]) -> str:
   """Return a sentence with the commit and the date of each measurement, without duplicates."""
-  origins = (r.origin for r in records)
-  commits = dict.fromkeys(
-    f"commit {o.commit} of {o.date[:10]}" if o.commit and o.date else "an unrecorded commit"
-    for o in origins
-  )
+
+  def text(commit: str | None, date: str | None) -> str:
+    if not (commit and date):
+      return "an unrecorded commit"
+    changes = " with uncommitted changes" * commit.endswith("+")
+    return f"commit {commit.removesuffix('+')}{changes} of {date[:10]}"
+
+  commits = dict.fromkeys(text(r.origin.commit, r.origin.date) for r in records)
   return f"Measured with {'; '.join(commits)}."
 
 

@@ -21,6 +21,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from specdec_jax.core.atomic_files import atomic_write
 from specdec_jax.errors import InputError, require_count, require_number
+from specdec_jax.measure.machine import commit
 from specdec_jax.models.partitioning import make_mesh, param_shardings
 from specdec_jax.train.batches import NO_TOKEN, Batch, ParallelText, epoch_batches, padded_batches
 from specdec_jax.train.objectives import Objective
@@ -152,6 +153,7 @@ def train(
     means = {name: float(np.mean([each[name] for each in scores])) for name in scores[0]}
     score = bleu(state["params"]) if bleu else None
     metrics = {"epoch": epoch, "step": step, **means, "bleu": score, **of_training}
+    metrics["commit"] = commit()
     _write_metrics(output / "metrics.jsonl", metrics)
     bar.console.print(json.dumps(metrics))
 

@@ -9,6 +9,7 @@ import pathlib
 import subprocess
 import sys
 
+import numpy as np
 import pytest
 
 from experiments.gpu.kernels import H100, Kernel, Model, array_bytes, fitted, kernels
@@ -142,6 +143,38 @@ def test_model_of_the_records_predicts_the_measured_batches_within_a_tenth():
   for setting, us in measured.items():
     predicted = H100.us(predict.kernels_of(compiled, setting))
     assert abs(predicted / us - 1) < (0.01 if setting.batch_size == 1 else 0.1), setting
+
+
+def test_expected_speed_of_a_batch_waits_for_its_slowest_row():
+  from experiments.gpu.measure import gpu_speed_table
+  from experiments.tables import lines
+
+  measured = lines(FOLDER / "measured.jsonl")
+  table = gpu_speed_table(measured)
+  (line,) = (x for x in measured if x.get("batch_size") == 8 and x["gamma"] == 3)
+  cells = dict(zip(table.columns, table.rows[measured.index(line)]))
+  rng, left, rounds = np.random.default_rng(0), np.full((5000, 8), 64), np.zeros(5000)
+  while (left > 0).any():
+    rounds += (left > 0).any(axis=1)
+    accepted = rng.random((*left.shape, 3)) < 0.75
+    left -= 1 + np.cumprod(accepted, axis=-1).sum(axis=-1)
+  ms = line["start_ms"] + (rounds.mean() - 1) * line["round_ms"]
+  expected = float(cells["expected tokens/s"].replace(",", ""))
+  assert expected == pytest.approx(8 * 64 / ms * 1e3, rel=0.01)
+  assert expected < 0.9 * line["tokens_per_s"]  # copies of one text
+  assert sum("copies of one text" in note for note in table.notes) == 2
+
+
+def test_the_papers_alphas_put_base_before_small_in_translation():
+  from experiments.gpu.predict import gpu_alphas_table
+  from experiments.tables import lines
+
+  speeds = {row[:3]: float(row[-1]) for row in gpu_alphas_table(lines(COMPILED_GPU)).rows}
+  for temperature in ("0", "1"):
+    small, base, large = (
+      speeds["EnDe", temperature, f"T5-{size}"] for size in ("small", "base", "large")
+    )
+    assert base > small > large
 
 
 def test_records_have_all_settings():
