@@ -57,6 +57,8 @@ from specdec_jax.drafts.stopping import (
 )
 from specdec_jax.drafts.token_recycling import token_recycling
 from specdec_jax.drafts.uniform import uniform
+from specdec_jax.exactness.checker import TableTest
+from specdec_jax.exactness.tables import draft_with_verifier
 from specdec_jax.load import head_factory
 from specdec_jax.models.families import with_feature_layers
 from specdec_jax.models.gpt import GPTModel
@@ -691,6 +693,20 @@ def test_samples_have_the_targets_joint_distribution(case, method):
   )
   exact = exact_joint(method, target_of(models_of))
   assert tiny.p_value(joint_of_loop(decode)[0], exact) > tiny.LEVEL
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", EXACT)
+def test_rounds_on_tables_have_the_distribution_of_the_tables(case):
+  """Rounds of the draft with its verifier, as `specdec check` runs them."""
+  models_of, draft_of, tree, verifier = CASES[case]
+  models = models_of()
+  draft, draft_params = draft_of(models, RANDOM, tree)
+  decoder = Decoder(models.target, draft, verifier(RANDOM))
+  params = Params(models.params, draft_params)
+  found = draft_with_verifier(decoder, params, jnp.asarray(models.prompts), 0, 2**12)
+  test = TableTest(*found, is_alone=False)
+  assert test.counts.num_tokens[0] >= 2**12 - 6 and min(test.p_values) > tiny.LEVEL
 
 
 @pytest.mark.parametrize(
