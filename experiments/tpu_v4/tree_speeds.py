@@ -28,7 +28,7 @@ NOTES = (
 
 DYNAMIC_NOTES = (
   "T5-XXL, bfloat16, batch 1, one TPU v4 chip, bandwidth-bound estimate. No program was run.",
-  "tokens: measured tokens per round of the bundled pair on captions, with the 95% interval.",
+  "tokens: measured tokens per round of the bundled target on captions, with the 95% interval.",
   "round: bytes of a round / bytes of an autoregressive step. speed: tokens / round.",
 )
 

@@ -42,7 +42,7 @@ from specdec_jax.exactness.processed import target_distribution
 from specdec_jax.exactness.round_scores import token_scores
 
 V, EOS = 5, 1  # of the tables on which a verifier is tested alone
-ROWS = 2**17  # rounds of one call of a verifier alone
+ROWS = 2**16  # rounds of one call of a verifier alone
 NUM_LAST = 16  # R, for the tables of a pair
 MAX_CONTEXTS = 4  # texts from which rounds of a pair begin
 MIN_EXPECTED = 20  # tokens that are expected less often share a cell of a G-test

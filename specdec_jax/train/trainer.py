@@ -152,8 +152,8 @@ def train(
     ]
     means = {name: float(np.mean([each[name] for each in scores])) for name in scores[0]}
     score = bleu(state["params"]) if bleu else None
-    metrics: dict[str, Any] = {"epoch": epoch, "step": step, **means, "bleu": score, **of_training}
-    metrics["commit"] = commit()
+    scored = {"epoch": epoch, "step": step, **means, "bleu": score, **of_training}
+    metrics: dict[str, Any] = {**scored, "commit": commit()}
     _write_metrics(output / "metrics.jsonl", metrics)
     bar.console.print(json.dumps(metrics))
 
