@@ -696,7 +696,9 @@ def test_samples_have_the_targets_joint_distribution(case, method):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("case", EXACT)
+@pytest.mark.parametrize(
+  "case", [x for x in EXACT if x not in SAME_STATE - {"greedy siblings", "drafts merged"}]
+)
 def test_rounds_on_tables_have_the_distribution_of_the_tables(case):
   """Rounds of the draft with its verifier, as `specdec check` runs them."""
   models_of, draft_of, tree, verifier = CASES[case]

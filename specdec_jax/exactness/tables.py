@@ -47,6 +47,9 @@ NUM_LAST = 16  # R, for the tables of a pair
 MAX_CONTEXTS = 4  # texts from which rounds of a pair begin
 MIN_EXPECTED = 20  # tokens that are expected less often share a cell of a G-test
 
+# With fewer optimizations, these programs compile in half of the time, and run as fast on a CPU.
+quick_jit = functools.partial(jax.jit, compiler_options={"xla_backend_optimization_level": "1"})
+
 # Logits or probabilities of the next token. Entry [i + 1, j] is for a text that ends with token i
 # and draft token j, and [0, j] for a committed text that ends with token j, all modulo R.
 Table = Float[Array, "R+1 R V"]
@@ -264,8 +267,7 @@ def texts_of_round(
   return texts, after.draft_state
 
 
-# With fewer optimizations, the program compiles in half of the time, and is as fast.
-@functools.partial(jax.jit, compiler_options={"xla_backend_optimization_level": "1"})
+@quick_jit
 def _table_texts(
   decoder: Decoder, params: Params, prompt: Array, keys: Array, probs: Table, rng: Array
 ) -> Array:
@@ -366,7 +368,7 @@ def draft_with_verifier(
   """
   keys, depth = row_keys(seed, 0, len(prompt)), decoder.draft.tree.depth
 
-  @jax.jit
+  @quick_jit
   def begun(params: Params, num_rounds: int) -> DecodeState:
     state = decoder.init(params, prompt, keys, max_new_tokens=3 * (depth + 1))
     return lax.fori_loop(0, num_rounds, lambda _, state: decoder.round(params, state), state)
@@ -412,7 +414,7 @@ def _table_near(decoder: Decoder, params: Params, state: DecodeState, seed: int)
   """
   copies, vocab_size = 8, decoder.target.vocab_size
   many, keys = repeat_rows(state, copies), row_keys(seed + 2, 0, copies * len(state.length))
-  propose = jax.jit(decoder.draft.propose)
+  propose = quick_jit(decoder.draft.propose)
   proposal = jax.device_get(propose(params.draft, many.draft_state, many.context, keys)[0])
   tokens = proposal.tokens.reshape(len(state.length), -1)
   rng, eos_ids = np.random.default_rng(seed), _eos_ids(decoder)
@@ -429,7 +431,7 @@ def _table_near(decoder: Decoder, params: Params, state: DecodeState, seed: int)
   return jnp.asarray(table * (decoder.verifier.sampling.temperature or 1.0))
 
 
-@jax.jit
+@quick_jit
 def _draft_round(
   decoder: Decoder, params: Params, state: DecodeState, keys: Array, probs: Table, rng: Array
 ) -> tuple[Array, dict[str, tuple[Array, Array, float]]]:
