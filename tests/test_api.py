@@ -150,6 +150,7 @@ class Spaced(SentencePieces):
     return config.clean_up(text.decode(errors="replace"))
 
 
+@pytest.mark.slow
 def test_stream_and_stop_strings_with_a_text_that_changes():
   vocabulary = copy.copy(own_pair().vocabulary)
   vocabulary.__class__ = Spaced

@@ -588,6 +588,7 @@ def test_injected_faults_are_found(run_with_fault, fault):
     assert_same(run_with_fault([*FAULTS].index(fault)), plain(t5(), 3))
 
 
+@pytest.mark.slow
 def test_program_with_faults_is_correct_without_them(run_with_fault):
   assert_same(run_with_fault(-1), plain(t5(), 3))
 

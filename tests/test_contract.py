@@ -449,12 +449,12 @@ EXACT = [name for name, (*_, verifier) in CASES.items() if verifier(RANDOM).exac
 # Cases whose joint distribution is sampled by whole loops; test_verifiers.py has the rounds of
 # every verifier. With top-k a node may have fewer possible children than the tree.
 SAMPLED = [
-  ("hierarchical", "temperature 1"),
   ("tree, blocks", "top-k"),
-  ("stopping", "temperature 1"),
   *(
     pytest.param(case, method, marks=pytest.mark.slow)
     for case, method in [
+      ("hierarchical", "temperature 1"),
+      ("stopping", "temperature 1"),
       ("dynamic", "temperature 1"),
       ("hand over", "temperature 1"),
       ("saturation", "temperature 1"),
@@ -638,6 +638,7 @@ def test_each_text_is_decoded_in_any_slot_as_in_a_batch(case):
 
 @pytest.mark.parametrize("of_paths, of_tree", [("paths", "tree"), ("paths, GPT", "tree, GPT")])
 @pytest.mark.parametrize("sampling", [GREEDY, RANDOM], ids=["greedy", "random"])
+@pytest.mark.slow
 def test_batch_of_paths_gives_the_rounds_of_the_tree(of_paths, of_tree, sampling):
   paths, tree = (speculate(case, sampling) for case in (of_paths, of_tree))
   same_rows(paths, tree, [*range(6)])

@@ -174,6 +174,7 @@ def test_greedy_speculative_decoding_equals_the_oracle(gamma):
       assert history(alone) == history(whole, row)
 
 
+@pytest.mark.slow
 def test_acceptance_of_the_good_the_bad_and_the_equal_draft():
   rates = {name: accepted(speculate(3, drafts()[name])).mean() for name in drafts()}
   assert rates["bad"] < 0.5 < 1 < rates["good"] < rates["equal"] == 3

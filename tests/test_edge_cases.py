@@ -101,6 +101,7 @@ def test_output_does_not_depend_on_source_padding(sampling):
   )
 
 
+@pytest.mark.slow
 def test_padded_rows_of_the_vocabulary_are_never_sampled():
   """The weights of the padded rows, from V on, exceed those of real tokens, as unused rows may."""
   config = dataclasses.replace(CONFIG, padded_vocab_size=32)

@@ -67,6 +67,7 @@ def model_logits(tokens: np.ndarray) -> np.ndarray:
 
 
 @pytest.mark.parametrize("sampling", [Sampling(), Sampling(top_k=3)], ids=["all", "top 3"])
+@pytest.mark.slow
 def test_q_is_the_distribution_of_each_token(sampling):
   """q is compared with the model's distribution, and the tokens are samples from q."""
   tokens, q = proposed(sampling)
@@ -87,6 +88,7 @@ def test_q_is_the_distribution_of_each_token(sampling):
     assert stats.kstest(uniform[:, node], "uniform").pvalue > tiny.LEVEL
 
 
+@pytest.mark.slow
 def test_tokens_at_temperature_0_are_the_most_probable():
   tokens, q = proposed(Sampling(0.0))
   best = np.argsort(-model_logits(tokens[:, ::2]), axis=-1)

@@ -75,6 +75,7 @@ def test_load_pair():
 
 
 @pytest.mark.parametrize("bundled", [False, pytest.param(True, marks=pytest.mark.slow)])
+@pytest.mark.slow
 def test_kernels_for_gpus_have_the_outputs_of_xla(bundled):
   """The bundled pair drafts with a head. On a CPU, differences are rounding errors."""
   sources, outputs = ["Ein Hund rennt.", "Zwei Kinder spielen im Schnee."], []

@@ -550,6 +550,7 @@ def test_samples_of_one_source():
   assert len({output.text for output in many[:3]}) == 3
 
 
+@pytest.mark.slow
 def test_log_probabilities_are_those_of_the_target():
   """For chains and trees they equal those of autoregressive decoding and of the model alone."""
   pair = tiny_pair.pair()
@@ -672,6 +673,7 @@ def test_outputs_are_sequences_of_a_trie():
 
 
 @pytest.mark.parametrize("gamma", [0, 2])
+@pytest.mark.slow
 def test_beam_search_returns_each_possible_text_once(gamma):
   """A trie of two sequences has two texts, whatever the number of beams."""
   pair = tiny_pair.pair()
@@ -727,6 +729,7 @@ def test_ids_outside_of_the_vocabulary_and_other_shapes_are_rejected():
     load_pair((config, checkpoint.load(checkpoint.config)), vocabulary=words)
 
 
+@pytest.mark.slow
 def test_text_does_not_end_at_an_eos_of_the_vocabulary_that_is_not_one_of_the_call():
   pair = tiny_pair.pair()
   forced = dict(sequence_bias=[[[EOS], 1e4], [[EOS, 8], 3e4], [[8, 9], 3e4]], max_new_tokens=3)
@@ -770,6 +773,7 @@ def test_coupled_draft_equal_to_the_target_is_always_accepted():
       assert (output.rounds.num_accepted[:-1] == depth).all()
 
 
+@pytest.mark.slow
 def test_coupled_samples_have_the_targets_distribution():
   """First tokens of many rows, against the softmax of the target's logits."""
   pair = tiny_pair.pair()

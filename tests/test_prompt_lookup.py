@@ -188,6 +188,7 @@ def speculate(gamma, rows):
   )
 
 
+@pytest.mark.slow
 def test_greedy_output_equals_the_targets(gamma=5, batch=3):
   _, _, tokens, lengths = decoded()
   accepted = 0

@@ -32,6 +32,7 @@ def logits_of(models, make, layers: list[int], *settings):
 
 
 @pytest.mark.parametrize("models_of", [deep, pytest.param(deep_gpt, marks=pytest.mark.slow)])
+@pytest.mark.slow
 def test_a_token_exits_after_the_first_layer_that_is_confident(models_of):
   """The second layer reads the same states of all tokens, so its logits do not depend on exits."""
   models = models_of()

@@ -68,6 +68,7 @@ def running_rounds(out):
   return [np.asarray(x)[running] for x in out.rounds[:3]]
 
 
+@pytest.mark.slow
 def test_batch_of_paths_has_the_acceptance_of_the_tree():
   draft = ModelDraft(DRAFT, RANDOM, Tree([0, 0, 1, 2]))
   trees, paths = (

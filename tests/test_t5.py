@@ -337,6 +337,7 @@ def test_wrong_attention_in_a_tree_is_detected(monkeypatch, fault):
     *(pytest.param("1.1", weights, 700, marks=pytest.mark.slow) for weights in ("int8", "int4")),
   ],
 )
+@pytest.mark.slow
 def test_kernels_for_gpus_change_logits_by_rounding_only(variant, weights, reduced, monkeypatch):
   """One row, several rows, a tree and its commit, many rows, and texts that share a source."""
   monkeypatch.setattr(kernels, "REDUCED", reduced)

@@ -67,9 +67,12 @@ ALL = {
 }
 
 
-@pytest.mark.parametrize(
-  "name", [pytest.param(x, marks=() if x == "token" else pytest.mark.slow) for x in ALL]
-)
+def test_token_verifier_passes():
+  assert holds(verifier_alone(TokenVerifier(Sampling()), CHAIN, 0, SMALL))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ALL)
 def test_exact_verifiers_pass(name):
   verifier, trees = ALL[name]
   for tree in trees:
@@ -95,6 +98,7 @@ def test_wrong_verifiers_are_found_with_nine_of_ten_seeds(name):
   assert sum(found) >= 9
 
 
+@pytest.mark.slow
 def test_wrong_verifier_is_found_at_once(capsys):
   """The command stops before it checks the pair."""
   pair = dataclasses.replace(tiny_pair.pair("random"), verifier=SamplesAgain)
@@ -160,6 +164,7 @@ def test_wrong_q_of_a_draft_is_found(change, tree, num_rounds):
 # Trees that a verifier does not support.
 
 
+@pytest.mark.slow
 def test_default_tree_that_the_verifier_cannot_verify_is_left_out_with_the_reason(capsys):
   pair = dataclasses.replace(tiny_pair.pair(), verifier=Matching)
   assert not check_module._problem(pair, TREE)
