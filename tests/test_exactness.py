@@ -751,7 +751,7 @@ def test_trees_are_checked_and_a_verifier_without_scored_rounds_is_named(capsys)
   checks = *["verifier alone"] * 2, "draft with verifier", "logits", "outputs", *["samples"] * 3
   assert [row[:2] for row in rows] == [["ok", check] for check in checks]
   assert rows[5][2] == "temperature 1 top-k 10, tree (0, 0, 1), batch 4"
-  assert notes[0] == "For BlockVerifier, outputs were checked, but not rounds."
+  assert notes[0] == "For BlockVerifier, rounds were checked on tables only."
 
 
 def test_dynamic_trees_are_checked_without_their_rounds(capsys):
@@ -759,7 +759,7 @@ def test_dynamic_trees_are_checked_without_their_rounds(capsys):
   rows, notes = report(capsys)
   assert rows[4][:4] == ["ok", "outputs", "temperature 0, dynamic tree 5/2, batch 4", "4 of 4"]
   assert len(rows) == 8 and {row[0] for row in rows} == {"ok"}
-  assert notes[0] == "For dynamic trees, outputs were checked, but not rounds."
+  assert notes[0] == "For dynamic trees, rounds were checked on tables only."
 
 
 def test_fault_is_printed_and_exits_with_status_1(capsys):

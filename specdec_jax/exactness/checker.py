@@ -132,12 +132,12 @@ class Checker:
       )
     )
 
-  def verifier_alone(self, setting: Setting, num_rounds: int, seed: int) -> TableTest:
-    """Test the verifier of the pair alone, on tables (`num_rounds` is that of `draft`)."""
+  def verifier_alone(self, setting: Setting, seed: int) -> TableTest:
+    """Test the verifier of the pair alone, on tables."""
     verifier = self.pair.verifier_for(setting.sampling)
     return TableTest(verifier_alone(verifier, setting.tree, seed), {}, True)
 
-  def draft(self, setting: Setting, num_rounds: int, seed: int) -> TableTest:
+  def draft(self, setting: Setting, seed: int, num_rounds: int) -> TableTest:
     """Test the draft of the pair with its verifier, on tables."""
     decoder = self.pair.decoder(setting.sampling, setting.tree)
     prompt = self.pair.prompt([self.texts[i % len(self.texts)] for i in range(32)])
@@ -247,7 +247,10 @@ def table_row(found: TableTest, setting: Setting, level: float) -> Row:
 def detectable_errors(
   of_tables: Sequence[TableTest], table_level: float, of_texts: Sequence[TextScores], level: float
 ) -> str:
-  """Return a sentence on the smallest error that each stage detects nine times in ten."""
+  """Return a sentence on the smallest error that each stage detects nine times in ten.
+
+  It is empty if nothing was sampled.
+  """
   stages = []
   for is_alone, what in ((True, "the verifier alone"), (False, "the draft with the verifier")):
     tests = [test for test in of_tables if test.is_alone == is_alone and test.counts.freedom[0]]
@@ -256,14 +259,14 @@ def detectable_errors(
     share = min(x.counts.detectable(table_level / len(x.p_values)) for x in tests)
     stages.append(f"{what}, {share:.1%} of a token's probability")
     logs = [(x.drifts["log-probability"], table_level / len(x.p_values)) for x in tests if x.drifts]
-    if logs:
-      bias = min(map(martingale.detectable_temperature, *zip(*logs)))
+    bias = min((martingale.detectable_temperature(*log) for log in logs), default=math.inf)
+    if math.isfinite(bias):
       stages[-1] += f" or {bias:.1%} of a draft's temperature"
   if of_texts:
     drift = functools.reduce(Drift.plus, (x.drifts()["draft"][0] for x in of_texts))
     share = martingale.detectable_shift(drift, level / len(of_texts[0].scores))
     stages.append(f"outputs, {share:.1%} of their tokens taken from the draft's distribution")
-  return f"Smallest errors that are detected nine times in ten: {'; '.join(stages)}."
+  return f"Smallest errors that are detected nine times in ten: {'; '.join(stages)}." * bool(stages)
 
 
 def rounds_row(scored: RoundScores, setting: Setting, level: float) -> Row:

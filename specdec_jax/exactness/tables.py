@@ -219,13 +219,17 @@ def count_texts(
   before, last, prefix = np.full(len(start), -1), start % size, start.astype(np.int64)
   is_live, results, num_impossible = np.ones(len(start), bool), [], 0
   for token in texts.T:
-    prefixes, rows, which = np.unique(prefix[is_live], return_index=True, return_inverse=True)
-    found = np.zeros((len(prefixes), vocab_size + 1))  # the last column: no token (-1)
-    np.add.at(found, (which, token[is_live]), 1)
-    p = np.float64(probs[before[is_live][rows] + 1, last[is_live][rows]])
-    p = np.pad(p / p.sum(axis=1, keepdims=True), ((0, 0), (0, 1)))
-    num_impossible += int(found[p == 0].sum())
-    results.append((*np.sum([_statistic(*x) for x in zip(found, p)], axis=0), found.sum()))
+    p_token = np.where(token < 0, 0.0, probs[before + 1, last, token])
+    num_impossible += int((p_token[is_live] == 0).sum())
+    prefixes, rows, which, counts = np.unique(prefix[is_live], True, True, True)
+    is_tested = counts >= 2 * MIN_EXPECTED  # others have a single cell
+    found = np.zeros((is_tested.sum(), vocab_size))
+    tested = is_tested[which] & (token[is_live] >= 0)
+    np.add.at(found, ((np.cumsum(is_tested) - 1)[which[tested]], token[is_live][tested]), 1)
+    rows = np.flatnonzero(is_live)[rows[is_tested]]
+    p = np.float64(probs[before[rows] + 1, last[rows]])
+    statistics = [_statistic(*pair) for pair in zip(found, p / p.sum(axis=1, keepdims=True))]
+    results.append((*np.sum([(0.0, 0), *statistics], axis=0), len(which)))
     before, last, prefix = last, token % size, prefix * vocab_size + token
     is_live &= ~np.isin(token, eos_ids)
   statistic, freedom, num_tokens = np.array(results).T
@@ -423,7 +427,8 @@ def _table_near(decoder: Decoder, params: Params, state: DecodeState, seed: int)
   table[1:, :, proposed] = rng.normal(0, 1, (NUM_LAST, NUM_LAST, len(proposed)))
   for i, last in enumerate(np.asarray(state.context.last_token) % NUM_LAST):
     is_known = np.isin(np.arange(vocab_size), [*tokens[i], *eos_ids])
-    q = np.eye(vocab_size)[tokens[i, 0]] if proposal.q is None else proposal.q[i * copies, 0]
+    is_first = np.arange(vocab_size) == tokens[i, 0]
+    q = is_first if proposal.q is None else proposal.q[i * copies, 0]
     near = 0.5 * q + 0.5 * is_known / is_known.sum()
     table[0, last] = np.log(np.maximum(near, 1e-9)) + rng.normal(0, 0.5, vocab_size)
     if i % 2 == 0:
