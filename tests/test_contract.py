@@ -430,13 +430,11 @@ QUICK = {
   "token recycling",
   "retrieval, dynamic",
   "layers",
-  "EAGLE",
   "conditioned",
   "dynamic",
   "tree",
   "tree, GPT",
   "tree, blocks",
-  "BART",
 }
 
 
@@ -449,12 +447,12 @@ EXACT = [name for name, (*_, verifier) in CASES.items() if verifier(RANDOM).exac
 # Cases whose joint distribution is sampled by whole loops; test_verifiers.py has the rounds of
 # every verifier. With top-k a node may have fewer possible children than the tree.
 SAMPLED = [
-  ("tree, blocks", "top-k"),
+  ("stopping", "temperature 1"),
   *(
     pytest.param(case, method, marks=pytest.mark.slow)
     for case, method in [
+      ("tree, blocks", "top-k"),
       ("hierarchical", "temperature 1"),
-      ("stopping", "temperature 1"),
       ("dynamic", "temperature 1"),
       ("hand over", "temperature 1"),
       ("saturation", "temperature 1"),

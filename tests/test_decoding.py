@@ -304,6 +304,7 @@ def test_tokens_past_the_end_are_0():
   assert (out.tokens.tolist(), out.lengths.tolist()) == ([[2, 3, 0, 0], [5, 4, 3, 0]], [2, 3])
 
 
+@pytest.mark.slow
 def test_row_that_has_ended_does_not_overwrite_its_rounds():
   """In a batch with other rows, it may run more rounds than there are slots for."""
   draft, decoder_params = ModelDraft(TARGET, GREEDY, chain(2)), Params(params(), params())

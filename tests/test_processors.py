@@ -493,6 +493,7 @@ def test_settings_of_a_checkpoint_are_defaults():
   assert generation_config(pair, "loud", dict(min_new_tokens=2))[0].min_new_tokens == 2
 
 
+@pytest.mark.slow
 def test_outputs_continue_decoder_prefixes():
   """A forced prefix is not part of the output, which is what the target writes after it."""
   pair = tiny_pair.pair()

@@ -143,6 +143,7 @@ class PathModel:
 
 
 @pytest.mark.parametrize("seed", range(3))
+@pytest.mark.slow
 def test_dynamic_tree_has_the_most_probable_nodes_of_the_beam(seed):
   """The expected tree is computed path by path."""
   k, depth, count, last_token = 3, 4, 14, 5
