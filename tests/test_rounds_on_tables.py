@@ -76,10 +76,9 @@ def test_token_verifier_passes():
 def test_exact_verifiers_pass(name):
   verifier, trees = ALL[name]
   for tree in trees:
-    assert holds(verifier_alone(verifier(Sampling()), tree, 0, SMALL))
-    counts = verifier_alone(verifier(Sampling(temperature=0.0)), tree, 0, 2**10)
-    assert not counts.freedom.any() and holds(counts)
     assert holds(verifier_alone(verifier(Sampling(0.7, top_p=0.9)), tree, 0, SMALL))
+  counts = verifier_alone(verifier(Sampling(temperature=0.0)), trees[-1], 0, 2**10)
+  assert not counts.freedom.any() and holds(counts)
 
 
 # Faults are found.
