@@ -725,9 +725,9 @@ def test_rounds_on_tables_have_the_distribution_of_the_tables(case):
   draft, draft_params = draft_of(models, RANDOM, tree)
   decoder = Decoder(models.target, draft, verifier(RANDOM))
   params = Params(models.params, draft_params)
-  found = draft_with_verifier(decoder, params, jnp.asarray(models.prompts), 0, 2**12)
+  found = draft_with_verifier(decoder, params, jnp.asarray(models.prompts), 0, 2**11)
   test = TableTest(*found, is_alone=False)
-  assert test.counts.num_tokens[0] >= 2**12 - 6 and min(test.p_values) > tiny.LEVEL
+  assert test.counts.num_tokens[0] >= 2**11 - 6 and min(test.p_values) > tiny.LEVEL
 
 
 @pytest.mark.parametrize(

@@ -62,7 +62,7 @@ def at_nodes(
   tokens = jnp.maximum(tokens, 0) % table.shape[1]  # -1 was not proposed
   before = tokens[:, :-1]
   if isinstance(tree, Tree | DynamicTree) and tree.num_nodes == tokens.shape[1]:
-    before = gather(tokens, jnp.broadcast_to(jnp.asarray(tree.parents), before.shape))
+    before = gather(tokens, jnp.broadcast_to(jnp.asarray(tree.parents, jnp.int32), before.shape))
   return table[jnp.pad(before + 1, ((0, 0), (1, 0))), tokens]
 
 
