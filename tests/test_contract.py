@@ -699,7 +699,6 @@ SAME_CLASS = {
   *("prompt lookup, tree", "prompt lookup or n-grams", "retrieval", "layers, GPT", "tree, GPT"),
   *(
     "saturation, GPT",
-    "known",
     "stopping, adaptive",
     "EAGLE, dynamic",
     "early exit, chosen layers",
