@@ -76,18 +76,11 @@ def same_uniforms(exact, rng, count):
   return exact(rng, count).at[:, 1].set(exact(rng, count)[:, 0])
 
 
-def residual_of_the_parent(exact, tree, q, p, end, lenience):
-  parents = jnp.asarray([0, *tree.parents])
-  has_child = jnp.asarray(np.bincount([*tree.parents], minlength=tree.num_nodes) > 0)
-  return (
-    exact(tree, q, p[:, parents], end, lenience) * 1.0
-    if has_child is None
-    else jnp.where(
-      has_child[end][:, None],
-      exact(tree, q, p[:, parents], end, lenience),
-      exact(tree, q, p, end, lenience),
-    )
-  )
+def residual_of_the_parent(exact, tree, tokens_, q, p, end, lenience):
+  """After a rejection, takes p of the node before; the bonus token after a leaf is right."""
+  of_parent = exact(tree, tokens_, q, p[:, jnp.asarray([0, *tree.parents])], end, lenience)
+  has_child = jnp.asarray(tree.num_children > 0)[end]
+  return jnp.where(has_child[:, None], of_parent, exact(tree, tokens_, q, p, end, lenience))
 
 
 def q_of_the_next_sibling(exact, tree, tokens_, q, p, lenience):
@@ -109,7 +102,9 @@ class AcceptsWhatWasNotProposed(TokenVerifier):
     q_x, r_x = tokens.draft_token_probs(tree, proposal.tokens, q, p)
     accepted = (u * q_x <= r_x) & ((proposal.tokens >= 0) | (r_x == 0))
     n, end, path = accepted_path(tree, accepted)
-    return Verification(n, sample(next_rng, tokens.residual_at(tree, q, p, end)), path)
+    return Verification(
+      n, sample(next_rng, tokens.residual_at(tree, proposal.tokens, q, p, end)), path
+    )
 
 
 class Lenient(TokenVerifier):
@@ -135,7 +130,9 @@ class ResidualWithoutTopP(TokenVerifier):
     q = tokens.validated_q(tree, proposal, p)
     q_x, r_x = tokens.draft_token_probs(tree, proposal.tokens, q, p)
     n, end, path = accepted_path(tree, (u * q_x < r_x) & (proposal.tokens >= 0))
-    return Verification(n, sample(next_rng, tokens.residual_at(tree, q, unfiltered, end)), path)
+    return Verification(
+      n, sample(next_rng, tokens.residual_at(tree, proposal.tokens, q, unfiltered, end)), path
+    )
 
 
 class OneUniformForBoth(TokenVerifier):
@@ -147,7 +144,7 @@ class OneUniformForBoth(TokenVerifier):
     q = tokens.validated_q(tree, proposal, p)
     q_x, r_x = tokens.draft_token_probs(tree, proposal.tokens, q, p)
     n, end, path = accepted_path(tree, (u * q_x < r_x) & (proposal.tokens >= 0))
-    weights = tokens.normalised(tokens.residual_at(tree, q, p, end))
+    weights = tokens.normalised(tokens.residual_at(tree, proposal.tokens, q, p, end))
     return Verification(n, (jnp.cumsum(weights, axis=1) > u[:, :1]).argmax(axis=1), path)
 
 
