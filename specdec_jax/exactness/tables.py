@@ -47,8 +47,12 @@ NUM_LAST = 16  # R, for the tables of a pair
 MAX_CONTEXTS = 4  # texts from which rounds of a pair begin
 MIN_EXPECTED = 20  # tokens that are expected less often share a cell of a G-test
 
-# With fewer optimizations, these programs compile in half of the time, and run as fast on a CPU.
-quick_jit = functools.partial(jax.jit, compiler_options={"xla_backend_optimization_level": "1"})
+# Programs that run a few times compile in a third of the time without optimizations. Those of many
+# rounds compile in half of the time with few of them, and run as fast on a CPU.
+quick_jit, long_jit = (
+  functools.partial(jax.jit, compiler_options={"xla_backend_optimization_level": level})
+  for level in ("0", "1")
+)
 
 # Logits or probabilities of the next token. Entry [i + 1, j] is for a text that ends with token i
 # and draft token j, and [0, j] for a committed text that ends with token j, all modulo R.
@@ -271,7 +275,7 @@ def texts_of_round(
   return texts, after.draft_state
 
 
-@quick_jit
+@long_jit
 def _table_texts(
   decoder: Decoder, params: Params, prompt: Array, keys: Array, probs: Table, rng: Array
 ) -> Array:
