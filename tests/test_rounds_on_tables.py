@@ -49,7 +49,7 @@ def test_p_values_of_right_verifiers_are_uniform():
     p_value
     for verifier, tree in ((TokenVerifier, CHAIN), (Matching, TREE), (BlockVerifier, TREE))
     for seed in range(17)
-    for p_value in verifier_alone(verifier(Sampling(top_k=4)), tree, seed, SMALL).p_values
+    for p_value in verifier_alone(verifier(Sampling(top_k=4)), tree, seed, 2**14).p_values
   ]
   assert len(found) == 204 and stats.kstest(found, "uniform").pvalue > 1e-3
   assert stats.kstest(np.square(found), "uniform").pvalue < 1e-3  # the test detects such a change
@@ -89,12 +89,13 @@ SUBTLE = {"q at temperature 0.95 in odd rows", "one uniform for two draft tokens
 @pytest.mark.slow
 @pytest.mark.parametrize("name", FAULTS)
 def test_wrong_verifiers_are_found_with_nine_of_ten_seeds(name):
-  """Subtle faults are tested with as many rounds as in a default run."""
+  """Subtle faults need as many rounds as a default run has, so they are tested with three seeds."""
   sampling = Sampling(top_p=0.9) if "top-p" in name else Sampling()
   verifier, tree = FAULTS[name](sampling), TREE if "sibling" in name else CHAIN
   num_rounds = None if name in SUBTLE else 2**16
-  found = [not holds(verifier_alone(verifier, tree, seed, num_rounds)) for seed in range(10)]
-  assert sum(found) >= 9
+  seeds = range(3 if name in SUBTLE else 10)
+  found = [not holds(verifier_alone(verifier, tree, seed, num_rounds)) for seed in seeds]
+  assert sum(found) >= 0.9 * len(seeds)
 
 
 @pytest.mark.slow
