@@ -197,9 +197,9 @@ def no_repetition(logits, state):
   return jnp.where(excluded, -1e7, logits)
 
 
-@pytest.mark.parametrize("steps", [None, 6])
 @pytest.mark.parametrize(
-  "prompted, callback", [(True, None), (False, no_repetition), (True, no_repetition)]
+  "prompted, callback, steps",
+  [(True, None, 6), (False, no_repetition, None), (True, no_repetition, None)],
 )
 def test_prompts_and_callbacks_have_the_outputs_of_t5x(prompted, callback, steps):
   """Rows have prompts of different lengths, with EOS, which t5x removes."""
@@ -672,17 +672,9 @@ def text_of(tokens) -> str:
   return t5x_task.VOCABULARY.decode_tf(tokens).numpy().decode()
 
 
-@pytest.mark.parametrize(
-  "use_orbax, num_partitions, bindings_text, tree, verifier",
-  [(True, 4, "", chain(3), TokenVerifier), (False, 2, TREE, Tree((0, 0, 1)), BlockVerifier)],
-  ids=["chain", "tree"],
-)
-def test_t5x_infer_runs_the_gin_files(
-  tmp_path, use_orbax, num_partitions, bindings_text, tree, verifier
-):
-  rows, (config, params), (draft_config, draft_params), source = infer(
-    tmp_path, use_orbax, num_partitions, bindings_text
-  )
+def test_t5x_infer_runs_the_gin_files(tmp_path):
+  """With a tree and block verification; the other test has the default gamma."""
+  rows, (config, params), (draft_config, draft_params), source = infer(tmp_path, False, 2, TREE)
   keys = jax.random.split(jax.random.key(0), len(source))
   sampling, limit = Sampling(temperature=0.0), dict(max_new_tokens=LIMIT)
   theirs = jax.device_get(t5x.t5x_decode(config, params, source, keys, sampling=sampling, **limit))
@@ -690,10 +682,9 @@ def test_t5x_infer_runs_the_gin_files(
   for row, tokens in zip(rows, theirs.tokens):
     assert row["prediction"] == text_of(tokens)
     assert row["aux"]["scores"] == 0
-  draft = ModelDraft(T5Model(draft_config), sampling, tree)
-  ours = speculative_decode(
-    T5Model(config), draft, params, draft_params, source, keys, verifier=verifier(sampling), **limit
-  )
+  draft = ModelDraft(T5Model(draft_config), sampling, Tree((0, 0, 1)))
+  limit["verifier"] = BlockVerifier(sampling)
+  ours = speculative_decode(T5Model(config), draft, params, draft_params, source, keys, **limit)
   for name, counts in t5x.count_rounds(ours).items():
     assert [row["aux"]["rounds"][name] for row in rows] == counts.tolist()
   assert ours.rounds.num_accepted.sum() > 0
