@@ -362,9 +362,16 @@ _FORMATS = ("float32", "float"), ("bfloat16", "float"), ("bfloat16", "int8"), ("
 
 def _parameter_bytes(size: str, dtype: str, weights: str) -> int:
   config = _t5(size, Setting("", dtype=dtype, weights=weights))
-  shapes = jax.eval_shape(functools.partial(init_params, config), jax.random.key(0))
-  leaves = jax.tree.leaves_with_path(shapes)
-  return sum(memory.num_bytes(x.update(dtype=param_dtype(path, x, config))) for path, x in leaves)
+
+  def num_bytes(num_layers: int) -> int:
+    layers = {f"num_{part}_layers": num_layers for part in ("encoder", "decoder")}
+    shallow = dataclasses.replace(config, **layers)
+    shapes = jax.eval_shape(functools.partial(init_params, shallow), jax.random.key(0))
+    leaves = jax.tree.leaves_with_path(shapes)
+    return sum(memory.num_bytes(x.update(dtype=param_dtype(path, x, config))) for path, x in leaves)
+
+  one, two = num_bytes(1), num_bytes(2)
+  return one + (config.num_decoder_layers - 1) * (two - one)  # of each part; all layers are equal
 
 
 def gpu_weights_table(compiled: Sequence[Line]) -> Table:
