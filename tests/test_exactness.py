@@ -23,13 +23,12 @@ from specdec_jax import pair as pair_module
 from specdec_jax.commands.check import check_exactness
 from specdec_jax.core import decode, trees
 from specdec_jax.core import sampling as sampling_module
-from specdec_jax.core.arrays import gather_token
 from specdec_jax.core.generation_config import GenerationConfig
 from specdec_jax.core.loading import DecodeSettings
 from specdec_jax.core.sampling import Sampling, distribution, sample
 from specdec_jax.core.trees import DynamicTree, Tree, branching, chain
 from specdec_jax.core.types import DecodeResult, Proposal, Rounds, Verification, Verifier
-from specdec_jax.core.verify import blocks, tokens
+from specdec_jax.core.verify import tokens
 from specdec_jax.core.verify.blocks import BlockVerifier
 from specdec_jax.core.verify.lossy import TypicalVerifier
 from specdec_jax.core.verify.tokens import TokenVerifier, validated_q
@@ -436,33 +435,6 @@ def test_number_of_tokens_off_by_one_at_an_eos_in_a_block_is_detected(number, mo
   monkeypatch.setattr(pair_module, "Decoder", OffByOne)
   row = of_setting("outputs", GREEDY)
   assert not row.holds and "'(end)'" in "".join(row.lines)
-
-
-def test_block_accepted_by_the_uncapped_ratio_is_detected(monkeypatch):
-  """The released code of HSD (arXiv 2601.05724) accepts a whole block in this way."""
-  exact = blocks.acceptance_probs
-
-  def acceptance_probs(tree, draft_tokens, q, p):
-    ratio = gather_token(p[:, :-1], draft_tokens) / gather_token(q, draft_tokens)
-    whole = jnp.minimum(1, ratio.prod(axis=1))
-    return tuple(a.at[:, -1].set(whole) for a in exact(tree, draft_tokens, q, p))
-
-  def row(verifier):
-    pair = dataclasses.replace(tiny_pair.pair(), verifier=verifier)
-    scored = of_setting("samples", Sampling(), pair=pair, num_tokens=40_000, seed=1)
-    return samples_row([scored], "", LEVEL)
-
-  class Uncapped(BlockVerifier):
-    """A class of its own, so that its programs are its own."""
-
-    def verify(self, *args):
-      with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(blocks, "acceptance_probs", acceptance_probs)
-        return super().verify(*args)
-
-  assert row(BlockVerifier).holds
-  found = row(Uncapped)
-  assert not found.holds and "least p of 38 for draft" in found.details
 
 
 def test_uniform_shared_by_two_draft_tokens_is_detected():

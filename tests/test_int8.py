@@ -165,7 +165,7 @@ def test_frequent_tokens_are_counted_and_include_eos():
     frequent_tokens(vocabulary, outputs(), 0)
 
 
-@pytest.mark.parametrize("kind", [*HEADS])
+@pytest.mark.parametrize("kind", ["heads", "eagle", "pass", "early_exit", "conditioned"])
 def test_heads_are_quantized_and_propose_output_tokens_only(kind, tmp_path):
   pair = load()
   sizes = dict(gamma=3, emb_dim=8, mlp_dim=16, num_encoder_layers=1, num_decoder_layers=1)

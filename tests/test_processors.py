@@ -694,8 +694,10 @@ def test_beam_search_returns_each_possible_text_once(gamma):
   assert output.tokens.tolist() == [*words[1], EOS] and output.score > -100
 
 
-@pytest.mark.parametrize("value", [math.nan, math.inf])
-@pytest.mark.parametrize("how", [dict(gamma=0), dict(gamma=2), dict(num_beams=2)], ids=str)
+@pytest.mark.parametrize(
+  "how, value",
+  [(dict(gamma=0), math.nan), (dict(gamma=2), math.inf), (dict(num_beams=2), math.nan)],
+)
 def test_processors_that_return_no_finite_logits_are_reported(how, value):
   def broken(logits, tokens, length):
     return jnp.where(length == 4, value, logits)

@@ -56,14 +56,14 @@ def test_p_values_of_right_verifiers_are_uniform():
 
 
 ALL = {
-  "token": (TokenVerifier, (CHAIN, TREE, DYNAMIC)),
-  "gumbel": (GumbelVerifier, (CHAIN, TREE, DYNAMIC)),
+  "token": (TokenVerifier, (TREE, DYNAMIC)),
+  "gumbel": (GumbelVerifier, (TREE, DYNAMIC)),
   "block": (BlockVerifier, (CHAIN, TREE)),
-  "k-seq": (KSeqVerifier, (CHAIN, TREE)),
+  "k-seq": (KSeqVerifier, (TREE,)),
   "merging": (MergingVerifier, (TREE,)),
   "paths": (PathsVerifier, (TREE,)),
-  "rejection": (RejectionVerifier, (CHAIN, TREE)),
-  "matching": (Matching, (CHAIN, TREE)),
+  "rejection": (RejectionVerifier, (TREE,)),
+  "matching": (Matching, (TREE,)),
 }
 
 
@@ -88,14 +88,14 @@ SUBTLE = {"q at temperature 0.95 in odd rows", "one uniform for two draft tokens
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", FAULTS)
-def test_wrong_verifiers_are_found_with_nine_of_ten_seeds(name):
-  """Subtle faults need as many rounds as a default run has, so they are tested with three seeds."""
+def test_wrong_verifiers_are_found(name):
+  """Subtle faults need as many rounds as a default run has."""
   sampling = Sampling(top_p=0.9) if "top-p" in name else Sampling()
   verifier, tree = FAULTS[name](sampling), TREE if "sibling" in name else CHAIN
   num_rounds = None if name in SUBTLE else 2**16
-  seeds = range(3 if name in SUBTLE else 10)
+  seeds = range(3 if name in SUBTLE else 5)
   found = [not holds(verifier_alone(verifier, tree, seed, num_rounds)) for seed in seeds]
-  assert sum(found) >= 0.9 * len(seeds)
+  assert all(found)
 
 
 @pytest.mark.slow

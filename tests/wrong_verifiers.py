@@ -7,10 +7,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from specdec_jax.core.arrays import gather_one, split_rows, take, uniform_rows
+from specdec_jax.core.arrays import gather_one, gather_token, split_rows, take, uniform_rows
 from specdec_jax.core.sampling import Sampling, distribution, sample
 from specdec_jax.core.types import Verification, Verifier
-from specdec_jax.core.verify import tokens
+from specdec_jax.core.verify import blocks, tokens
+from specdec_jax.core.verify.blocks import BlockVerifier
 from specdec_jax.core.verify.lossy import TypicalVerifier
 from specdec_jax.core.verify.tokens import TokenVerifier, accepted_path
 
@@ -39,21 +40,21 @@ class SamplesAgain(Matching):
   samples_again = True
 
 
-def changed(**functions):
-  """Return `TokenVerifier` with functions of its module replaced; each takes the original."""
+def changed(verifier=TokenVerifier, module=tokens, **functions):
+  """Return a verifier with functions of its module replaced; each takes the original."""
 
-  class Changed(TokenVerifier):
+  class Changed(verifier):
     exact = True
 
     def verify(self, *args):
-      before = {name: getattr(tokens, name) for name in functions}
+      before = {name: getattr(module, name) for name in functions}
       try:
         for name, function in functions.items():
-          setattr(tokens, name, functools.partial(function, before[name]))
+          setattr(module, name, functools.partial(function, before[name]))
         return super().verify(*args)
       finally:
         for name, function in before.items():
-          setattr(tokens, name, function)
+          setattr(module, name, function)
 
   return Changed
 
@@ -89,6 +90,13 @@ def q_of_the_next_sibling(exact, tree, tokens_, q, p, lenience):
     if tree.parents[i] == tree.parents[i + 1]:
       siblings[i] = i + 1
   return exact(tree, tokens_, q[:, siblings], p, lenience)
+
+
+def uncapped(exact, tree, draft_tokens, q, p):
+  """Accept a whole block as the released code of HSD does (arXiv 2601.05724)."""
+  ratio = gather_token(p[:, :-1], draft_tokens) / gather_token(q, draft_tokens)
+  whole = jnp.minimum(1, ratio.prod(axis=1))
+  return tuple(a.at[:, -1].set(whole) for a in exact(tree, draft_tokens, q, p))
 
 
 class AcceptsWhatWasNotProposed(TokenVerifier):
@@ -157,6 +165,7 @@ FAULTS = {
   "residual of the parent": changed(residual_at=residual_of_the_parent),
   "q of the next sibling": changed(draft_token_probs=q_of_the_next_sibling),
   "<= for tokens that were not proposed": AcceptsWhatWasNotProposed,
+  "whole block by the uncapped ratio": changed(BlockVerifier, blocks, acceptance_probs=uncapped),
   "lenience 0.95": Lenient,
   "typical acceptance named exact": TypicalNamedExact,
   "top-p not in the residual": ResidualWithoutTopP,
