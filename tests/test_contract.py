@@ -444,8 +444,8 @@ def marked(cases):
 
 
 EXACT = [name for name, (*_, verifier) in CASES.items() if verifier(RANDOM).exact]
-# Cases whose joint distribution is sampled by whole loops; single rounds of all drafts are sampled
-# on tables, below. With top-k a node may have fewer possible children than the tree.
+# Cases whose joint distribution is sampled by whole loops; single rounds of others are sampled on
+# tables, below. With top-k a node may have fewer possible children than the tree.
 SAMPLED = [
   ("stopping", "temperature 1"),
   *(
