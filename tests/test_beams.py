@@ -196,9 +196,11 @@ def speculate(case: Case, draft_and_params: tuple[BeamDraft, object]) -> BeamRes
   "family, draft",
   [
     ("t5", "few nodes"),
-    ("t5", "prompt lookup"),
-    ("gpt", "eagle"),
-    *(pytest.param("t5", draft, marks=pytest.mark.slow) for draft in ("itself", "twice as wide")),
+    *(
+      pytest.param("t5", draft, marks=pytest.mark.slow)
+      for draft in ("prompt lookup", "itself", "twice as wide")
+    ),
+    pytest.param("gpt", "eagle", marks=pytest.mark.slow),
   ],
 )
 def test_speculative_search_equals_plain_search(family, draft):

@@ -393,7 +393,10 @@ OF_PROMPT = {
 }
 
 
-@pytest.mark.parametrize("name", OF_PROMPT)
+@pytest.mark.parametrize(
+  "name",
+  [pytest.param(x, marks=() if x == "1-grams" else pytest.mark.slow) for x in OF_PROMPT],
+)
 def test_settings_of_the_prompt_are_those_of_transformers(folders, vocabulary, name):
   settings, want = OF_PROMPT[name]
   pair = load_pair(*folders, vocabulary.path)

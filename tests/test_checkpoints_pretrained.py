@@ -326,7 +326,7 @@ def test_outputs_that_end_at_the_last_position(name):
       pair.generate([source], **how, max_new_tokens=limit + 1)
 
 
-@pytest.mark.parametrize("kind", ["marian", "gpt2"])
+@pytest.mark.parametrize("kind", ["marian", pytest.param("gpt2", marks=pytest.mark.slow)])
 def test_sources_of_similar_lengths_share_a_program(kind):
   """Sources are padded to 16 or to 24 tokens, and a longer source is truncated to 24."""
   fields, state, _ = of_kind(kind)
@@ -341,6 +341,7 @@ def test_sources_of_similar_lengths_share_a_program(kind):
   assert Decoder.run._cache_size() == num_programs[-1] and len(output.tokens) == 1
 
 
+@pytest.mark.slow
 def test_settings_of_opus_mt_are_accepted():
   """OPUS-MT has 512 positions, and `max_length` 512 with 4 beams in its files."""
   fields, state, (source, _) = of_kind("marian")
@@ -483,6 +484,7 @@ def merged_case(t5_and_words, request):
 BEGINNINGS = tiny_pair.SENTENCES[0], tiny_pair.SENTENCES[100]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("merged_case", MERGED, indirect=True)
 def test_settings_are_merged_as_in_transformers(merged_case):
   folder, words, task, call, want = merged_case

@@ -63,7 +63,7 @@ def same_text(text: int, result, row: int) -> None:
     np.testing.assert_array_equal(ours[ran, row], theirs[ran, text])
 
 
-@pytest.mark.parametrize("num_slots", [3, 20])
+@pytest.mark.parametrize("num_slots", [3, pytest.param(20, marks=pytest.mark.slow)])
 def test_all_texts_of_a_program_are_those_of_a_batch(num_slots):
   decode = jax.jit(decode_all, static_argnames=("num_slots", "max_new_tokens"))
   result = decode(

@@ -426,21 +426,17 @@ CASES = {
 QUICK = {
   "chain",
   "prompt lookup, tree",
-  "n-grams",
   "token recycling",
-  "retrieval, dynamic",
-  "layers",
   "conditioned",
   "dynamic",
-  "tree",
   "tree, GPT",
   "tree, blocks",
 }
 
 
-def marked(cases):
-  """Return parameters of a test: the cases, with a mark unless they are in QUICK."""
-  return [pytest.param(x, marks=() if x in QUICK else pytest.mark.slow, id=x) for x in cases]
+def marked(cases, quick=QUICK):
+  """Return parameters of a test: the cases, with a mark unless they are quick."""
+  return [pytest.param(x, marks=() if x in quick else pytest.mark.slow, id=x) for x in cases]
 
 
 EXACT = [name for name, (*_, verifier) in CASES.items() if verifier(RANDOM).exact]
@@ -512,7 +508,7 @@ AT_THE_END += ["layers", "layers, GPT", "saturation, GPT", "early exit", "look-a
 AT_THE_END += ["conditioned", "fused features, dynamic", "drafter", "free"]
 
 
-@pytest.mark.parametrize("case", marked(AT_THE_END))
+@pytest.mark.parametrize("case", marked(AT_THE_END, {"chain", "dynamic"}))
 def test_texts_end_at_the_last_position(case):
   """The target has as many positions as the longest text needs, and none for nodes after it."""
   models_of, draft_of, tree, verifier = CASES[case]
@@ -536,30 +532,11 @@ def same_rows(one, other, rows: list[int]) -> None:
     np.testing.assert_array_equal(np.asarray(of_one)[:ran, rows], np.asarray(of_other)[:ran])
 
 
-ROWS = [
-  case for case in CASES if not case.startswith(("chain, G", "dynamic, G", "hierarchical, G"))
-]
 # Drafts that select their tokens deterministically use no random numbers, and some that sample run
 # the same code as another case. They are compiled once, at temperature 0.
-DETERMINISTIC = {
-  "token recycling",
-  "prompt lookup",
-  "prompt lookup, tree",
-  "retrieval",
-  "retrieval, dynamic",
-  "lookahead",
-  "known",
-}
-DETERMINISTIC |= {"dynamic", "T5Gemma, dynamic", "dynamic of itself", "EAGLE, dynamic", "free"}
-DETERMINISTIC |= {"dynamic, GPT", "fused features, dynamic"}
-DETERMINISTIC |= {"BART", "T5Gemma, conditioned", "other vocabulary"}
-DETERMINISTIC |= {
-  "layers, GPT",
-  "early exit",
-  "look-ahead embeddings",
-  "shared encoder",
-  "tree, GPT",
-}
+DETERMINISTIC = {"token recycling", "prompt lookup, tree", "retrieval, dynamic", "lookahead"}
+DETERMINISTIC |= {"dynamic", "EAGLE, dynamic", "fused features, dynamic", "other vocabulary"}
+DETERMINISTIC |= {"tree, GPT"}
 
 
 def sampling_of(case: str) -> Sampling:
@@ -572,27 +549,18 @@ def in_batch(case: str):
 
 
 # Cases whose drafts have the state of another case, or nearly so.
-SAME_STATE = {
-  "greedy siblings",
-  "int8, few tokens",
-  "int4, few tokens",
-  "blocks",
-  "tree",
-  "tree, blocks",
-  "k-seq",
-  "paths",
-  "paths, GPT",
-  "rejection",
-  "typical",
-  "top-beta",
-}
-SAME_STATE |= {"drafts merged", "dynamic of itself", "dynamic, GPT", "T5Gemma, dynamic", "T5Gemma"}
-SAME_STATE |= {"stopping", "EAGLE, text", "shared encoder", "bigrams", "retrieval", "BART"}
-SAME_STATE |= {"early exit, chosen layers", "saturation, GPT", "layers, GPT"}
-SAME_STATE |= {"T5Gemma, conditioned", "prompt lookup or n-grams"}
+SAME_STATE = {"greedy siblings", "int8, few tokens", "int4, few tokens", "BART", "T5Gemma"}
+SAME_STATE |= {"blocks", "tree", "tree, blocks", "k-seq", "paths", "paths, GPT", "rejection"}
+SAME_STATE |= {"typical", "top-beta", "drafts merged", "bigrams", "retrieval", "prompt lookup"}
+SAME_STATE |= {"prompt lookup or n-grams", "known", "stopping", "hand over", "free"}
+SAME_STATE |= {"dynamic of itself", "dynamic, GPT", "T5Gemma, dynamic", "T5Gemma, conditioned"}
+SAME_STATE |= {"layers, GPT", "saturation, GPT", "early exit", "early exit, chosen layers", "EAGLE"}
+SAME_STATE |= {"EAGLE, text", "features", "shared encoder", "look-ahead embeddings"}
+SAME_STATE |= {"hierarchical, trees", "hierarchical, GPT"}
+OWN_STATE = [case for case in CASES if case not in SAME_STATE]
 
 
-@pytest.mark.parametrize("case", marked(case for case in ROWS if case not in SAME_STATE))
+@pytest.mark.parametrize("case", marked(OWN_STATE))
 def test_rows_do_not_depend_on_their_neighbors_and_equal_objects_share_programs(case):
   whole = in_batch(case)
   speculate(case, sampling_of(case))  # compiles, if the program was forgotten
@@ -602,7 +570,7 @@ def test_rows_do_not_depend_on_their_neighbors_and_equal_objects_share_programs(
   assert Decoder.run._cache_size() == compiled
 
 
-@pytest.mark.parametrize("case", marked(case for case in ROWS if case not in SAME_STATE))
+@pytest.mark.parametrize("case", marked(OWN_STATE))
 def test_each_text_is_decoded_in_any_slot_as_in_a_batch(case):
   """Six texts of unequal lengths are decoded in two slots."""
   sampling = sampling_of(case)
@@ -646,14 +614,13 @@ def test_batch_of_paths_gives_the_rounds_of_the_tree(of_paths, of_tree, sampling
   assert np.isin(paths.rounds.path, (2, 4)).any()
 
 
-@pytest.mark.parametrize("case", ["tree"])
-def test_single_rows_equal_the_batch(case):
-  whole = speculate(case, RANDOM)
+def test_single_rows_equal_the_batch():
+  case = "conditioned"
   for row in range(6):
-    same_rows(whole, speculate(case, RANDOM, [row]), [row])
+    same_rows(in_batch(case), speculate(case, RANDOM, [row]), [row])
 
 
-@pytest.mark.parametrize("case", marked(case for case in ROWS if case not in SAME_STATE))
+@pytest.mark.parametrize("case", marked(OWN_STATE))
 def test_recorded_rounds_add_up_to_the_text(case):
   out = in_batch(case)
   models_of, draft_of, requested_tree, _ = CASES[case]
@@ -716,7 +683,7 @@ def test_rounds_on_tables_have_the_distribution_of_the_tables(case):
 
 
 @pytest.mark.parametrize(
-  "case", marked(["tree, GPT", "dynamic", "drafts joined", "hierarchical, GPT", "fastest"])
+  "case", marked(["tree, GPT", "dynamic", "hierarchical, GPT", "fastest"], {"tree, GPT"})
 )
 def test_incremental_draft_state_equals_a_full_reread(case, monkeypatch):
   """After each of three rounds, the draft proposes the same tokens as after rereading the whole

@@ -52,7 +52,7 @@ def test_draft_decoder_is_one_to_two_orders_of_magnitude_smaller(pair):
   assert 10 <= target / draft <= 100
 
 
-@pytest.mark.parametrize("draft", ["draft", "conditioned"])
+@pytest.mark.parametrize("draft", [pytest.param("draft", marks=pytest.mark.slow), "conditioned"])
 def test_greedy_output_equals_autoregressive_decoding(sentences, draft, batch_size=8, gamma=7):
   """`test_api.py` compares outputs of single sentences with the notebook."""
   pair = load_pair(draft=asset(f"multi30k_ende/{draft}"))

@@ -33,6 +33,7 @@ from specdec_jax.core.verify.blocks import BlockVerifier
 from specdec_jax.core.verify.lossy import TypicalVerifier
 from specdec_jax.core.verify.tokens import TokenVerifier, validated_q
 from specdec_jax.errors import InputError
+from specdec_jax.exactness import checker as checker_module
 from specdec_jax.exactness import texts
 from specdec_jax.exactness.argmax import (
   Divergence,
@@ -46,6 +47,7 @@ from specdec_jax.exactness.checker import Checker, Setting, rounds_row, samples_
 from specdec_jax.exactness.martingale import detectable_shift, within_rounds
 from specdec_jax.exactness.paths import plans_of, shapes_of
 from specdec_jax.exactness.processed import target_probs
+from specdec_jax.exactness.tables import verifier_alone
 from specdec_jax.exactness.texts import score_texts
 from specdec_jax.load import load_pair
 from specdec_jax.models.layers import RelativePositionBias
@@ -635,6 +637,18 @@ class Fixed:
 # The command.
 
 
+@functools.cache
+def of_tables():
+  return verifier_alone(TokenVerifier(Sampling(top_k=10)), chain(3), 0, 2**10)
+
+
+@pytest.fixture
+def few_rounds_on_tables(monkeypatch):
+  """Take the same few rounds on tables for each verifier; they have their own tests."""
+  monkeypatch.setattr(checker_module, "verifier_alone", lambda *args: of_tables())
+  monkeypatch.setattr(checker_module, "draft_with_verifier", lambda *args: (of_tables(), {}))
+
+
 def check(**changes):
   settings = dict(
     texts=TEXTS,
@@ -716,7 +730,9 @@ def test_correct_pair_passes(capsys):
   assert float(found["samples"][1].removeprefix("p = ")) > 1e-3
 
 
-def test_trees_are_checked_and_a_verifier_without_scored_rounds_is_named(capsys):
+def test_trees_are_checked_and_a_verifier_without_scored_rounds_is_named(
+  capsys, few_rounds_on_tables
+):
   pair = dataclasses.replace(tiny_pair.pair(), verifier=BlockVerifier)
   check(pair=pair, gammas=(), trees=[(0, 0, 1)])
   rows, notes = report(capsys)
@@ -726,7 +742,7 @@ def test_trees_are_checked_and_a_verifier_without_scored_rounds_is_named(capsys)
   assert notes[0] == "For BlockVerifier, rounds were checked on tables only."
 
 
-def test_dynamic_trees_are_checked_without_their_rounds(capsys):
+def test_dynamic_trees_are_checked_without_their_rounds(capsys, few_rounds_on_tables):
   check(gammas=(), dynamic=[(5, 2)])
   rows, notes = report(capsys)
   assert rows[4][:4] == ["ok", "outputs", "temperature 0, dynamic tree 5/2, batch 4", "4 of 4"]
@@ -734,7 +750,7 @@ def test_dynamic_trees_are_checked_without_their_rounds(capsys):
   assert notes[0] == "For dynamic trees, rounds were checked on tables only."
 
 
-def test_fault_is_printed_and_exits_with_status_1(capsys):
+def test_fault_is_printed_and_exits_with_status_1(capsys, few_rounds_on_tables):
   def forgets_top_k(sampling):
     return TokenVerifier(Sampling(sampling.temperature))
 
@@ -750,7 +766,7 @@ def test_fault_is_printed_and_exits_with_status_1(capsys):
   assert "outputs impossible" in row[-1]
 
 
-def test_correct_pair_with_processors_passes(capsys):
+def test_correct_pair_with_processors_passes(capsys, few_rounds_on_tables):
   generation = GenerationConfig(
     repetition_penalty=1.5, no_repeat_ngram_size=2, min_new_tokens=3, forced_eos_token_id=1
   )
@@ -761,7 +777,9 @@ def test_correct_pair_with_processors_passes(capsys):
 
 
 @pytest.mark.parametrize("fault, temperature", [(FAULTS[0], 1.0), (FAULTS[1], 0.0)])
-def test_wrong_text_of_processors_is_a_fault(fault, temperature, monkeypatch, capsys):
+def test_wrong_text_of_processors_is_a_fault(
+  fault, temperature, monkeypatch, capsys, few_rounds_on_tables
+):
   def of_last_token(logits, tokens, length):
     phase = 3.0 * tokens[length - 1] + length
     return logits + 3 * jnp.sin(phase * (1 + jnp.arange(len(logits))))

@@ -135,6 +135,7 @@ def joint_of_texts(draft: FastestDraft) -> tuple[np.ndarray, list[set[int]]]:
   return joint, chosen
 
 
+@pytest.mark.slow
 def test_texts_have_the_targets_distribution():
   joint, chosen = joint_of_texts(fastest(patience=3))
   assert chosen[:2] == [{0}, {0, 1}]  # the choice depends on the first round

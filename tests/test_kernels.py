@@ -395,7 +395,13 @@ def test_model_with_the_kernels_has_the_logits_of_xla(vocab_size):
   np.testing.assert_allclose(got, logits("xla", params), rtol=1e-4, atol=1e-5)
 
 
-@both_dtypes
+@pytest.mark.parametrize(
+  "dtype",
+  [
+    pytest.param("float32", marks=compiled),
+    pytest.param("bfloat16", marks=(in_bfloat16, pytest.mark.slow)),
+  ],
+)
 def test_token_has_bit_identical_logits_alone_in_a_block_and_in_a_tree(dtype):
   config = tiny.config(27, dtype=jnp.dtype(dtype))
   config, params = for_decoding(config, tiny.params(config, 0))

@@ -408,6 +408,7 @@ def test_sources_are_cut_to_the_limit_and_keep_eos():
     assert pair.encode(text) == ids and pair.cut(text) is None
 
 
+@pytest.mark.slow
 def test_truncation_is_a_warning_with_the_number_of_texts():
   """Once per call; the default limit is that of the model, 512 for relative positions."""
   text = tiny_pair.SENTENCES[0]

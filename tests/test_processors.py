@@ -516,6 +516,7 @@ def test_outputs_continue_decoder_prefixes():
   assert forced.tokens.array.tolist() == [[7, 8], [-1, -1]]
 
 
+@pytest.mark.slow
 def test_decoder_texts_are_target_texts_after_the_forced_first_token():
   """The first token of an output of NLLB is the target language."""
   pair = tiny_pair.pair()
@@ -527,7 +528,7 @@ def test_decoder_texts_are_target_texts_after_the_forced_first_token():
   assert texts_of(other) != texts_of(want)
 
 
-@pytest.mark.parametrize("first", [None, 20])
+@pytest.mark.parametrize("first", [pytest.param(None, marks=pytest.mark.slow), 20])
 def test_trie_of_target_texts(first):
   """The idiom of docs/generate.md, without and with a forced first token."""
   pair = tiny_pair.pair()
@@ -696,7 +697,13 @@ def test_beam_search_returns_each_possible_text_once(gamma):
 
 @pytest.mark.parametrize(
   "how, value",
-  [(dict(gamma=0), math.nan), (dict(gamma=2), math.inf), (dict(num_beams=2), math.nan)],
+  [
+    (dict(gamma=2), math.inf),
+    *(
+      pytest.param(how, math.nan, marks=pytest.mark.slow)
+      for how in (dict(gamma=0), dict(num_beams=2))
+    ),
+  ],
 )
 def test_processors_that_return_no_finite_logits_are_reported(how, value):
   def broken(logits, tokens, length):

@@ -116,6 +116,7 @@ def test_draft_model_rereads_the_tokens_that_it_did_not_propose():
     assert (rounds.num_accepted[r] >= 3).all()
 
 
+@pytest.mark.slow
 def test_realigned_draft_of_a_pair():
   target = tiny_pair.pair().target
   near = functools.partial(checkpoint_draft, model=str(tiny_pair.folder() / "near"))

@@ -53,6 +53,7 @@ def test_a_token_exits_after_the_first_layer_that_is_confident(models_of):
     )
 
 
+@pytest.mark.slow
 def test_a_token_exits_when_its_most_probable_token_is_unchanged():
   models = deep()
   exits = [logits_of(models, layer_skip, [*range(count)]) for count in (1, 2, 3)]

@@ -205,7 +205,7 @@ def repeated(n, *arrays):
 
 
 @pytest.mark.parametrize("lenience", [1.0, 0.2])
-@pytest.mark.parametrize("gamma", [1, 3])
+@pytest.mark.parametrize("gamma", [pytest.param(1, marks=pytest.mark.slow), 3])
 def test_outcomes_for_fixed_draft_tokens_have_their_exact_probabilities(gamma, lenience):
   # 200,000 outcomes in at most 20 bins, level 1e-6: detects effects w >= 0.02.
   n = 200_000
@@ -479,6 +479,7 @@ def test_loop_emits_the_targets_joint_distribution(gamma=3):
   assert (np.bincount(accepted, minlength=gamma + 1) > 300).all()
 
 
+@pytest.mark.slow
 def test_autoregressive_decoding_emits_the_targets_joint_distribution():
   # 8,192 rows in at most 156 outcomes, level 1e-6: detects effects w >= 0.16.
   decode = functools.partial(
@@ -535,7 +536,14 @@ class ReportingDraft(tiny.ChangedDraft):
     return self.change(params, proposal), state
 
 
-@pytest.mark.parametrize("report", REPORTS)
+@pytest.mark.parametrize(
+  "report",
+  [
+    *EXACT,
+    "q of another temperature",
+    *(pytest.param(x, marks=pytest.mark.slow) for x in [*REPORTS][3:]),
+  ],
+)
 def test_exactly_the_drafts_that_misreport_q_are_detected(report):
   # 8,192 rows in at most 156 outcomes, level 1e-6: detects effects w >= 0.16.
   method = "temperature 1"
