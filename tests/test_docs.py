@@ -97,27 +97,31 @@ def commands(page: pathlib.Path) -> list[list[str]]:
   return [[word for word in words if word != own_file] for words in found]
 
 
-COMMANDS = {str(page.relative_to(ROOT)): commands(page) for page in GUIDES}
+def requirements(page: pathlib.Path) -> tuple[str, ...]:
+  """Return what a page installs besides the project: extras, and packages."""
+  text = page.read_text()
+  extras = re.findall(r"pip install[\w -]*\s'(?:\.|specdec_jax)\[([\w,]+)\]'", text)
+  packages = " ".join(re.findall(r"^pip install ([\w ]+)$", text, re.MULTILINE)).split()
+  extras = [f"specdec_jax[{names}]" for names in dict.fromkeys(extras) if names != "test"]
+  return *extras, *packages
+
+
+# Pages that install the same share a process, which runs each of their commands once.
+COMMANDS: dict[tuple[str, ...], list[list[str]]] = {}
+for page in GUIDES:
+  of_all = COMMANDS.setdefault(requirements(page), [])
+  of_all += [words for words in commands(page) if words not in of_all]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("page", [page for page in COMMANDS if COMMANDS[page]])
-def test_extras_that_a_page_installs_suffice_for_its_commands(page):
+@pytest.mark.parametrize("requirements", [x for x in COMMANDS if COMMANDS[x]], ids=str)
+def test_extras_that_a_page_installs_suffice_for_its_commands(requirements):
   """Only packages that pip installs with these extras are found when commands run with --help."""
-  if page == "docs/t5x.md":
+  if "fiddle" in requirements:
     pytest.importorskip("t5x", reason="t5x is not installed")
-  text = (ROOT / page).read_text()
-  extras = re.findall(r"pip install[\w -]*\s'(?:\.|specdec_jax)\[([\w,]+)\]'", text)
-  requirements = [f"specdec_jax[{names}]" for names in extras if names != "test"]
-  requirements += " ".join(re.findall(r"^pip install ([\w ]+)$", text, re.MULTILINE)).split()
-  subprocess.run(
-    [
-      *(sys.executable, ROOT / "tests" / "help_with_extras.py"),
-      *(json.dumps(["specdec_jax", *requirements]), json.dumps(COMMANDS[page])),
-    ],
-    cwd=ROOT,
-    check=True,
-  )
+  command = [sys.executable, ROOT / "tests" / "help_with_extras.py"]
+  command += map(json.dumps, (["specdec_jax", *requirements], COMMANDS[requirements]))
+  subprocess.run(command, cwd=ROOT, check=True)
 
 
 def test_ci_runs_tests_that_exist():
