@@ -471,12 +471,13 @@ def saved(folder, size, seed=0, noise=0.0, **how):
   ids=["published", "several files", "scaled by layer", "not scaled"],
 )
 def test_logits_equal_those_of_pytorch(tmp_path, how):
-  model = saved(tmp_path, 50257, **how)
+  vocab_size = 50257 if not how or "max_shard_size" in how else 1000
+  model = saved(tmp_path, vocab_size, **how)
   assert (len(list(tmp_path.glob("*.safetensors"))) > 2) == ("max_shard_size" in how)
   config = open_checkpoint(str(tmp_path)).config
   if not how:
     assert config == gpt_config("small", "gpt2", num_decoder_layers=2)
-  inputs = np.random.default_rng(0).integers(0, 50257, (2, 50))
+  inputs = np.random.default_rng(0).integers(0, vocab_size, (2, 50))
   with pytest.importorskip("torch").no_grad():
     want = model(pytest.importorskip("torch").tensor(inputs)).logits.numpy()
   assert np.std(want) > 0.3

@@ -17,7 +17,6 @@ from test_contract import (
   RANDOM,
   T5_CONFIG,
   V,
-  bart,
   deep,
   deep_features,
   deep_gpt,
@@ -95,11 +94,10 @@ def tiny_head(target, kind: str, gamma: int = 3, **settings) -> DraftHead:
   "kind, of, layers",
   [
     *((kind, t5, None) for kind in HEADS),
-    *((kind, gpt, None) for kind in ("heads", "parallel")),
-    *(("early_exit", of, (0, 2)) for of in (deep, deep_gpt)),
+    ("heads", gpt, None),
+    ("early_exit", deep_gpt, (0, 2)),
     ("features", deep_features, (0, 2)),
     ("features", t5gemma, None),
-    ("early_exit", bart, None),
   ],
 )
 def test_training_logits_equal_those_of_decoding(kind, of, layers):
@@ -130,9 +128,8 @@ def test_training_logits_equal_those_of_decoding(kind, of, layers):
   [
     ("conditioned", RAGGED),
     ("features", chain(4)),
-    ("eagle_text", RAGGED),
   ],
-  ids=["conditioned, tree", "features, chain", "EAGLE, tree"],
+  ids=["conditioned, tree", "features, chain"],
 )
 def test_decoder_drafts_as_it_was_trained(kind, tree):
   """The q of each draft token equals the training probability, given the target's hidden states.
@@ -285,7 +282,7 @@ def test_feature_loss_is_zero_for_the_targets_features_and_ignores_padding():
   assert loss(everywhere.at[:, -2:].set(False), 0.5) < 1e-9
 
 
-@pytest.mark.parametrize("kind", ["heads", "eagle", "parallel", "drafter"])
+@pytest.mark.parametrize("kind", ["eagle", "drafter"])
 def test_texts_that_are_too_short_for_an_anchor_count_nothing(kind):
   """Texts of one token and EOS, whose anchors at stride 4 may all be after their end."""
   models = t5()
@@ -304,7 +301,7 @@ def test_texts_that_are_too_short_for_an_anchor_count_nothing(kind):
   assert 0.0 in losses and max(losses) > 0
 
 
-@pytest.mark.parametrize("kind", ["pass", "eagle", "drafter"])
+@pytest.mark.parametrize("kind", ["pass", "drafter"])
 def test_heads_are_trained_on_texts_of_all_positions(kind):
   """The loss equals that of a target with more positions, which some heads' slots would need."""
   losses = []

@@ -25,11 +25,8 @@ from specdec_jax.core.sampling import Sampling, row_keys
 from specdec_jax.core.trees import DynamicTree, chain
 from specdec_jax.core.types import DecodeResult, Rounds, Verification
 from specdec_jax.core.verify.blocks import BlockVerifier
-from specdec_jax.core.verify.gumbel import GumbelVerifier
 from specdec_jax.core.verify.k_seq import KSeqVerifier
-from specdec_jax.core.verify.lossy import TopBetaVerifier, TypicalVerifier
-from specdec_jax.core.verify.merging import MergingVerifier
-from specdec_jax.core.verify.tokens import TokenVerifier
+from specdec_jax.core.verify.lossy import TypicalVerifier
 from specdec_jax.data.quality import quality
 from specdec_jax.drafts.model import ModelDraft
 from specdec_jax.drafts.prompt_lookup import PromptLookupDraft
@@ -353,12 +350,8 @@ def shapes(calls):
 @pytest.mark.parametrize(
   "verifier",
   [
-    TokenVerifier,
     BlockVerifier,
-    GumbelVerifier,
     KSeqVerifier,
-    MergingVerifier,
-    TopBetaVerifier,
     TypicalVerifier,
   ],
 )

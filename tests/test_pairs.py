@@ -74,13 +74,12 @@ def test_load_pair():
     assert kernel.dtype == (kept if skinny.is_available(jnp.dtype(dtype)) else dtype)
 
 
-@pytest.mark.parametrize("bundled", [False, pytest.param(True, marks=pytest.mark.slow)])
 @pytest.mark.slow
-def test_kernels_for_gpus_have_the_outputs_of_xla(bundled):
+def test_kernels_for_gpus_have_the_outputs_of_xla():
   """The bundled pair drafts with a head. On a CPU, differences are rounding errors."""
   sources, outputs = ["Ein Hund rennt.", "Zwei Kinder spielen im Schnee."], []
   for kernels in "xla", "gpu":
-    pair = load_pair(kernels=kernels) if bundled else load(kernels=kernels)
+    pair = load_pair(kernels=kernels)
     assert pair.kernels == kernels
     for gamma in 0, 3:
       decoded = pair.generate(sources, gamma=gamma, max_new_tokens=12, temperature=0)

@@ -334,8 +334,7 @@ def kept_by_sorting(distances, weights, total):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("masses", [False, True])
-@pytest.mark.parametrize("size", [32 * 512, 70_001])
+@pytest.mark.parametrize("masses, size", [(False, 70_001), (True, 32 * 512)])
 def test_nearest_tokens_of_a_large_vocabulary_are_those_of_sorting(masses, size):
   rng = np.random.default_rng(size)
   peaked = rng.standard_normal(size) ** 2 * 9
@@ -348,7 +347,7 @@ def test_nearest_tokens_of_a_large_vocabulary_are_those_of_sorting(masses, size)
   weights[np.isinf(distances)] = 0
   given = weights if masses else np.ones_like(weights)
   all_distances, all_weights = jnp.asarray(distances), jnp.asarray(weights) if masses else 1
-  for total in (1, 3, 40, 129, 5000, size * 10):
+  for total in (1, 129, 5000, size * 10):
     got = sampling.nearest(all_distances, all_weights, total)
     want = [kept_by_sorting(*row, total) for row in zip(distances, given)]
     np.testing.assert_array_equal(got, want)

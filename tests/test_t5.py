@@ -330,11 +330,10 @@ def test_wrong_attention_in_a_tree_is_detected(monkeypatch, fault):
 @pytest.mark.parametrize(
   "variant, weights, reduced",
   [
-    ("1.1", "float", 10**7),
     ("1.1", "float", 700),  # some matrices are larger
-    ("1.0", "float", 10**7),
-    *(pytest.param(v, "float", 10**7, marks=pytest.mark.slow) for v in ("umT5", "BART", "T5Gemma")),
-    *(pytest.param("1.1", weights, 700, marks=pytest.mark.slow) for weights in ("int8", "int4")),
+    ("1.1", "int4", 700),
+    ("BART", "float", 10**7),
+    ("T5Gemma", "float", 10**7),
   ],
 )
 @pytest.mark.slow

@@ -119,9 +119,7 @@ RAGGED = 0, 0, 0, 1, 1, 2, 4
   "draft, depth, round_settings",
   [
     ("target", 3, dict(gamma=3)),
-    ("random", 1, dict(gamma=1)),
     ("near", 4, dict(gamma=4, verifier=BlockVerifier)),
-    ("target", 3, dict(tree=RAGGED)),
     ("near", 3, dict(tree=RAGGED, verifier=BlockVerifier)),
   ],
 )
