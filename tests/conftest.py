@@ -95,3 +95,16 @@ def cache(tmp_path):
   jax.config.update("jax_compilation_cache_dir", str(tmp_path))
   yield tmp_path
   jax.config.update("jax_compilation_cache_dir", before)
+
+
+@pytest.fixture
+def few_rounds_on_tables(monkeypatch):
+  """Let the checker take the same few rounds on tables for each verifier; they have own tests."""
+  from specdec_jax.core.sampling import Sampling
+  from specdec_jax.core.trees import chain
+  from specdec_jax.core.verify.tokens import TokenVerifier
+  from specdec_jax.exactness import checker, tables
+
+  found = tables.verifier_alone(TokenVerifier(Sampling(top_k=10)), chain(3), 0, 2**10)
+  monkeypatch.setattr(checker, "verifier_alone", lambda *args: found)
+  monkeypatch.setattr(checker, "draft_with_verifier", lambda *args: (found, {}))

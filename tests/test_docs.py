@@ -100,7 +100,7 @@ def commands(page: pathlib.Path) -> list[list[str]]:
 def requirements(page: pathlib.Path) -> tuple[str, ...]:
   """Return what a page installs besides the project: extras, and packages."""
   text = page.read_text()
-  extras = re.findall(r"pip install[\w -]*\s'(?:\.|specdec_jax)\[([\w,]+)\]'", text)
+  extras = re.findall(r"pip install[\w -]*\s'(?:\.|specdec_jax)\[([\w,-]+)\]'", text)
   packages = " ".join(re.findall(r"^pip install ([\w ]+)$", text, re.MULTILINE)).split()
   extras = [f"specdec_jax[{names}]" for names in dict.fromkeys(extras) if names != "test"]
   return *extras, *packages

@@ -83,7 +83,9 @@ def test_logits_equal_those_of_transformers_with_padding_and_rollback(model, nam
   assert np.abs(other - want).max() / want.std() > 0.1  # the source matters
 
 
-@pytest.mark.parametrize("name", families.FAMILIES)
+@pytest.mark.parametrize(
+  "name", ["mbart", "pegasus", "marian, two tables", "m2m_100", "t5gemma, grouped", "pile-t5"]
+)
 def test_greedy_outputs_equal_those_of_transformers(model, name):
   if name.startswith("t5gemma") and transformers.__version__.startswith("4."):
     pytest.skip("`generate` of transformers 4 cuts the cache of cross-attention to the window")

@@ -28,10 +28,8 @@ def needs_kernels(dtype=jnp.float32):
 
 
 CASES = [
-  pytest.param("BART", dict(weights="int8"), marks=needs_kernels()),
   pytest.param("BART", dict(dtype="bfloat16"), marks=needs_kernels(jnp.bfloat16)),
   ("T5Gemma", dict(kernels="xla", dtype="bfloat16")),
-  pytest.param("T5Gemma", dict(), marks=needs_kernels()),
   pytest.param("T5Gemma", dict(weights="int8"), marks=needs_kernels()),
 ]
 

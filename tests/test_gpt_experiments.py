@@ -66,7 +66,9 @@ def mix_rows(model, params, cache, tokens, tree, first):
   return model.extend(params, cache.replace(layers=layers), tokens, tree, first)
 
 
-def test_checker_detects_rows_that_attend_to_the_prompt_of_another_row(capsys):
+def test_checker_detects_rows_that_attend_to_the_prompt_of_another_row(
+  capsys, few_rounds_on_tables
+):
   pair = tiny_pair.gpt_pair()
   target = tiny.ChangedModel(pair.target.model, mix_rows)
   with pytest.raises(SystemExit):

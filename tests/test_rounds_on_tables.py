@@ -56,14 +56,14 @@ def test_p_values_of_right_verifiers_are_uniform():
 
 
 ALL = {
-  "token": (TokenVerifier, (TREE, DYNAMIC)),
-  "gumbel": (GumbelVerifier, (TREE, DYNAMIC)),
-  "block": (BlockVerifier, (CHAIN, TREE)),
-  "k-seq": (KSeqVerifier, (TREE,)),
-  "merging": (MergingVerifier, (TREE,)),
-  "paths": (PathsVerifier, (TREE,)),
-  "rejection": (RejectionVerifier, (TREE,)),
-  "matching": (Matching, (TREE,)),
+  "token": (TokenVerifier, DYNAMIC),
+  "gumbel": (GumbelVerifier, DYNAMIC),
+  "block": (BlockVerifier, TREE),
+  "k-seq": (KSeqVerifier, TREE),
+  "merging": (MergingVerifier, TREE),
+  "paths": (PathsVerifier, TREE),
+  "rejection": (RejectionVerifier, TREE),
+  "matching": (Matching, TREE),
 }
 
 
@@ -74,10 +74,14 @@ def test_token_verifier_passes():
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ALL)
 def test_exact_verifiers_pass(name):
-  verifier, trees = ALL[name]
-  for tree in trees:
-    assert holds(verifier_alone(verifier(Sampling(0.7, top_p=0.9)), tree, 0, SMALL))
-  counts = verifier_alone(verifier(Sampling(temperature=0.0)), trees[-1], 0, 2**10)
+  verifier, tree = ALL[name]
+  assert holds(verifier_alone(verifier(Sampling(0.7, top_p=0.9)), tree, 0, SMALL))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("verifier", [TokenVerifier, BlockVerifier])
+def test_exact_verifiers_pass_at_temperature_0(verifier):
+  counts = verifier_alone(verifier(Sampling(temperature=0.0)), TREE, 0, 2**10)
   assert not counts.freedom.any() and holds(counts)
 
 
@@ -93,7 +97,7 @@ def test_wrong_verifiers_are_found(name):
   sampling = Sampling(top_p=0.9) if "top-p" in name else Sampling()
   verifier, tree = FAULTS[name](sampling), TREE if "sibling" in name else CHAIN
   num_rounds = None if name in SUBTLE else 2**16
-  seeds = range(3 if name in SUBTLE else 5)
+  seeds = range(3)
   found = [not holds(verifier_alone(verifier, tree, seed, num_rounds)) for seed in seeds]
   assert all(found)
 

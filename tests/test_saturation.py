@@ -31,11 +31,10 @@ def logits_of(models, make, layers: list[int], *settings):
   return np.asarray(jax.jit(extend)(factory.params, jnp.asarray(models.prompts[3:])))
 
 
-@pytest.mark.parametrize("models_of", [deep, pytest.param(deep_gpt, marks=pytest.mark.slow)])
 @pytest.mark.slow
-def test_a_token_exits_after_the_first_layer_that_is_confident(models_of):
+def test_a_token_exits_after_the_first_layer_that_is_confident():
   """The second layer reads the same states of all tokens, so its logits do not depend on exits."""
-  models = models_of()
+  models = deep_gpt()
   first, second = (logits_of(models, layer_skip, layers) for layers in ([0], [0, 1]))
   confidence = jax.nn.softmax(first).max(axis=-1)
   threshold = float(np.sort(confidence, axis=None)[5:7].mean())  # half of the tokens exit

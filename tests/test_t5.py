@@ -502,8 +502,8 @@ BOTH_WAYS_EDGES = [8, 12, 16, 23, 32, 46, 64, 91]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("variant", VARIANTS)
-def test_blocks_of_every_variant_equal_the_teacher_forced_pass(variant):
+@pytest.mark.parametrize("variant", ["umT5", "BART", "M2M100", "T5Gemma"])
+def test_blocks_of_a_variant_equal_the_teacher_forced_pass(variant):
   cfg = VARIANTS[variant]
   params, source, tokens = tiny.params(cfg, 3), tiny.sources(cfg, 1, 4, 20), text(cfg)
   logits = np.asarray(tiny.teacher_forced(cfg)(params, source, tokens))

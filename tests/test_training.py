@@ -356,7 +356,7 @@ def test_impossible_run_raises(tmp_path, changes, words):
   assert not (tmp_path / "metrics.jsonl").exists()
 
 
-@pytest.mark.parametrize("fault, message", [("loss", "loss of step 14 is nan"), ("gradient", "")])
+@pytest.mark.parametrize("fault, message", [("gradient", "")])
 def test_training_stops_where_a_loss_is_not_finite(tmp_path, fault, message):
   """The last checkpoint from before it remains; it is that of step 12, the second epoch."""
 

@@ -1,6 +1,6 @@
 """Compile T5-XXL and its drafts for an H100, without one, and predict times from their kernels.
 
-  pip install -e '.[gpu_compiler]'
+  pip install -e '.[gpu-compiler]'
   python -m experiments.gpu.predict experiments/gpu/compiled_gpu.jsonl --format markdown
 
 `compiled.jsonl` has the programs of commit 8ecd799, which was measured.

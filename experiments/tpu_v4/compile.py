@@ -134,7 +134,7 @@ def gpu_compiler() -> str | None:
 
 def _gpus(chip: Chip, number: int) -> Sequence[jax.Device]:
   if gpu_compiler() is None:
-    raise InputError("The compiler for GPU is missing; pip install -e '.[gpu_compiler]'.")
+    raise InputError("The compiler for GPU is missing; pip install -e '.[gpu-compiler]'.")
   os.environ["JAX_SKIP_CUDA_CONSTRAINTS_CHECK"] = "1"  # there is no driver to check
   description = (pathlib.Path(__file__).parents[1] / chip.config).read_text(encoding="utf-8")
   sides = f"1x1x{number}"

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-ROOT = pathlib.Path(__file__).parents[2]
+ROOT = pathlib.Path(__file__).resolve().parents[2]
 DATA = {"config.json", "dialogs.jsonl"}  # not records
 # Records of changed files, with a "+" after the commit; see experiments/README.md.
 UNCOMMITTED = {
@@ -38,12 +38,11 @@ def commit_of(record: dict[str, Any]) -> str:
 
 @functools.cache
 def history() -> list[str]:
-  if not (ROOT / ".git").exists():
-    pytest.skip("there is no history: this is not a git clone")
-
   def git(*args: str) -> str:
     return subprocess.run(["git", *args], cwd=ROOT, capture_output=True, text=True).stdout
 
+  if git("rev-parse", "--show-toplevel").strip() != str(ROOT):
+    pytest.skip("there is no history: this is not a git clone")
   if git("rev-parse", "--is-shallow-repository").strip() != "false":
     pytest.skip("the clone is shallow, or git cannot read it")
   return git("rev-list", "HEAD").split()

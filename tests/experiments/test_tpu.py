@@ -20,8 +20,8 @@ GAMMA = 7  # default of `experiments.tpu_v4.report` and of `CompileSettings`
 RANKS = (0.75, 0.11, 0.04, 0.02, 0.01)
 CHIP = 32e9  # bytes of HBM of a v4 chip
 # Draft heads, and the highest allowed share of a decode step's bytes for drafting a round.
-LEARNED = {"heads": 0.05, "eagle": 0.08, "parallel": 0.03, "conditioned": 0.15}
-HOSTS = "v5e:2x2", "v6e:2x2"  # hosts of four chips
+LEARNED = {"eagle": 0.08, "conditioned": 0.15}
+HOST = "v6e:2x2"  # a host of four chips, of another generation
 TABLE_2 = pathlib.Path(__file__).parents[2] / "experiments/tpu_v4/table2.jsonl"
 
 
@@ -116,6 +116,7 @@ def main(part: str) -> None:
       for layers in (2, 1)
     )
     six_heads = tpu_compile.programs(two_layers, two_layers, devices)
+    host = tpu_compile.programs(one_layer, one_layer, tpu_compile.described(HOST)[1])
     reports = {
       "sharded": examined_hbm(sharded, *steps),
       "whole": examined_hbm(whole, *steps),
@@ -123,16 +124,14 @@ def main(part: str) -> None:
       "dynamic": examined_hbm(dynamic, "drafting", "round"),
       "beams": examined_hbm(beams, "plain step", "round"),
       "six heads": examined(six_heads, "round"),
-      "hosts": {},
+      "host": examined_hbm(host, "decode step"),
     }
-    for topology in HOSTS:
-      _, host = tpu_compile.described(topology)
-      programs = tpu_compile.programs(one_layer, one_layer, host)
-      reports["hosts"][topology] = examined_hbm(programs, "decode step")
     # Without the barrier, the compiler changes the layout of attention's kernels.
     jax.lax.optimization_barrier = lambda x: x
     jax.clear_caches()
-    without_barrier = examined_hbm(whole, "verify") | examined(whole, "speculative loop")
+    without_barrier = examined_hbm(whole, "verify")
+    small_loop = tpu_compile.programs(one_layer, one_layer, devices[:1])
+    without_barrier |= examined(small_loop, "speculative loop")
     return reports | {"without barrier": without_barrier}
 
   print(json.dumps({"one chip": one_chip, "others": others}[part]()))
@@ -281,9 +280,8 @@ def test_six_heads_on_four_chips_are_replicated_without_messages_of_the_draft(re
   assert round_["weight_copies"] == []
 
 
-@pytest.mark.parametrize("topology", HOSTS)
-def test_decode_step_compiles_for_each_tpu_and_reads_each_weight_once(reports, topology):
-  step = reports["hosts"][topology]["decode step"]
+def test_decode_step_compiles_for_another_tpu_and_reads_each_weight_once(reports):
+  step = reports["host"]["decode step"]
   assert step["collectives"] > 0
   # Each chip holds the kernels of all six attention heads, and a quarter of the MLP and the logits.
   weights = 2 * (6 * 512 * 384 + (3 * 512 * 1024 + 512 * 32128) / 4)
