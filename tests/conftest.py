@@ -99,7 +99,7 @@ def cache(tmp_path):
 
 @pytest.fixture
 def few_rounds_on_tables(monkeypatch):
-  """Let the checker take the same few rounds on tables for each verifier; they have own tests."""
+  """Let the checker take the same few rounds on tables for each pair. They have their own tests."""
   from specdec_jax.core.sampling import Sampling
   from specdec_jax.core.trees import chain
   from specdec_jax.core.verify.tokens import TokenVerifier

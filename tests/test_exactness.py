@@ -382,15 +382,16 @@ def of_setting(check, sampling, gamma=3, pair=None, **settings):
   return getattr(checker, check)(Setting(sampling, chain(gamma), batch_size), **settings)
 
 
-def test_exact_slots_pass():
-  holds, found = slots_hold(tiny_pair.pair(), SENTENCES, Sampling(), chain(3))
+@pytest.mark.parametrize("sampling", [GREEDY, Sampling()], ids=["argmax", "sampling"])
+def test_exact_slots_pass(sampling):
+  holds, found = slots_hold(tiny_pair.pair(), SENTENCES, sampling, chain(3))
   assert holds and not found.divergences
 
 
 @pytest.mark.parametrize(
   "field, sampling",
   [
-    *[("rng", Sampling()), ("target_cache", GREEDY)],
+    *[("rng", Sampling()), ("limit", GREEDY), ("target_cache", GREEDY), ("draft_state", GREEDY)],
     ("prompt", GREEDY),  # which logits processors depend on
   ],
 )
@@ -422,13 +423,14 @@ def test_wrong_log_probs_are_detected(change, monkeypatch):
   assert not found.divergences and not holds
 
 
-def test_number_of_tokens_off_by_one_at_an_eos_in_a_block_is_detected(monkeypatch):
+@pytest.mark.parametrize("number", [1, -1])
+def test_number_of_tokens_off_by_one_at_an_eos_in_a_block_is_detected(number, monkeypatch):
   class OffByOne(decode.Decoder):
     def _cut(self, state, *args):
       emitted, count, ends = super()._cut(state, *args)
       last = jnp.take_along_axis(emitted, jnp.maximum(count - 1, 0)[:, None], axis=1)[:, 0]
       is_inside = (last == self.eos_id) & (count > 1) & (count < emitted.shape[1])
-      return emitted, jnp.where(is_inside, count + 1, count), ends
+      return emitted, jnp.where(is_inside, count + number, count), ends
 
   monkeypatch.setattr(pair_module, "Decoder", OffByOne)
   row = of_setting("outputs", GREEDY)
@@ -456,8 +458,8 @@ def test_uniform_shared_by_two_draft_tokens_is_detected():
   assert name == "acceptance of draft token 7 with that of 1" and p_value < LEVEL
 
 
-def test_top_p_applied_twice_is_detected(monkeypatch):
-  """In the verifier; the draft applies it once."""
+@pytest.mark.parametrize("module", [sampling_module, tokens], ids=["everywhere", "verifier"])
+def test_top_p_applied_twice_is_detected(module, monkeypatch):
   sampling, exact = Sampling(top_p=0.9), sampling_module.filtered
 
   def twice(probs, logits, sampling):
@@ -468,7 +470,10 @@ def test_top_p_applied_twice_is_detected(monkeypatch):
       patch.setattr(sampling_module, "filtered", twice)
       return distribution(logits, sampling)
 
-  monkeypatch.setattr(tokens, "distribution", distribution_twice)
+  if module is sampling_module:
+    monkeypatch.setattr(module, "filtered", twice)
+  else:
+    monkeypatch.setattr(module, "distribution", distribution_twice)
   jax.clear_caches()
   scored = of_setting("rounds", sampling, num_draft_tokens=12_000, seed=1)
   jax.clear_caches()
@@ -501,7 +506,7 @@ def test_first_difference_is_located():
   assert found.gap > 0.001 > 1e-4 > found.rounding and not found.is_tie
 
 
-@pytest.mark.parametrize("tree", [DynamicTree(6, 3)], ids=str)
+@pytest.mark.parametrize("tree", [TREE, DynamicTree(6, 3)], ids=str)
 def test_changed_logits_of_later_nodes_are_not_rounding(tree):
   """For each tree the differences exceed the bound, and the changed outputs are not ties."""
   good, bad = tiny_pair.pair(), with_target(adds_a_sine)

@@ -320,3 +320,9 @@ def test_metadata_excludes_older_flax_on_newer_python():
   ):
     (one,) = [r for r in flax if r.marker is None or r.marker.evaluate({"python_version": python})]
     assert one.specifier.contains(version) == satisfied, (python, version)
+
+
+def test_names_of_extras_have_no_underscore():
+  """A pip before 23.3 does not find such an extra, and only warns of it."""
+  project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+  assert not [name for name in project["optional-dependencies"] if "_" in name]
