@@ -7,17 +7,13 @@ import numpy as np
 import pytest
 import tiny_pair
 
+from specdec_jax.contrib.cascade import cascade_draft
+from specdec_jax.contrib.stopping import stopping_draft
 from specdec_jax.core.sampling import Sampling
 from specdec_jax.core.trees import Tree, chain
 from specdec_jax.core.types import DraftSpec
 from specdec_jax.core.verify.blocks import BlockVerifier
-from specdec_jax.drafts.composed import (
-  cascade_draft,
-  draft_sampling,
-  forest_draft,
-  stopping_draft,
-  tree_draft,
-)
+from specdec_jax.drafts.composed import draft_sampling, forest_draft, tree_draft
 from specdec_jax.drafts.layer_skip import layer_skip
 from specdec_jax.drafts.prompt_lookup import prompt_lookup
 from specdec_jax.errors import InputError

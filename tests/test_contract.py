@@ -19,15 +19,24 @@ from test_speculative import exact_joint, joint_of_loop, target_and_draft
 from tiny import autoregressive_decode, speculative_decode
 
 from specdec_jax import batching
+from specdec_jax.contrib.bild import HandOverDraft, RollbackVerifier
+from specdec_jax.contrib.cascade import CascadeDraft
+from specdec_jax.contrib.fastest import FastestDraft
+from specdec_jax.contrib.k_seq import KSeqVerifier
+from specdec_jax.contrib.lookahead import lookahead
+from specdec_jax.contrib.merging import MergingVerifier
+from specdec_jax.contrib.paths import PathsVerifier
+from specdec_jax.contrib.prompt_lookup_or_ngrams import prompt_lookup_or_ngrams
+from specdec_jax.contrib.realigned import RealignedDraft
+from specdec_jax.contrib.saturation import saturation
+from specdec_jax.contrib.stopping import AdaptiveStoppingDraft, StoppingDraft
+from specdec_jax.contrib.top_beta import TopBetaVerifier
 from specdec_jax.core.decode import Decoder, NullDraft, unpacked_rounds
 from specdec_jax.core.sampling import Sampling
 from specdec_jax.core.trees import DynamicTree, Tree, branching, chain
 from specdec_jax.core.types import DraftOptions, DraftSpec, Params
 from specdec_jax.core.verify.blocks import BlockVerifier
-from specdec_jax.core.verify.k_seq import KSeqVerifier
-from specdec_jax.core.verify.lossy import RollbackVerifier, TopBetaVerifier, TypicalVerifier
-from specdec_jax.core.verify.merging import MergingVerifier
-from specdec_jax.core.verify.paths import PathsVerifier
+from specdec_jax.core.verify.lossy import TypicalVerifier
 from specdec_jax.core.verify.rejection import RejectionVerifier
 from specdec_jax.core.verify.tokens import TokenVerifier
 from specdec_jax.data.vocabulary import Vocabulary
@@ -35,26 +44,17 @@ from specdec_jax.drafts import dynamic as drafts_dynamic
 from specdec_jax.drafts import hierarchical as drafts_hierarchical
 from specdec_jax.drafts import model as drafts_model
 from specdec_jax.drafts.backoff import backoff_ngrams
-from specdec_jax.drafts.composed import prompt_lookup_or_ngrams
 from specdec_jax.drafts.dynamic import DynamicDraft
 from specdec_jax.drafts.heads import new_head
 from specdec_jax.drafts.hierarchical import HierarchicalDraft, chain_with_siblings
 from specdec_jax.drafts.layer_skip import layer_skip
-from specdec_jax.drafts.lookahead import lookahead
 from specdec_jax.drafts.model import ModelDraft
 from specdec_jax.drafts.ngram import NgramDraft, fit_ngrams
 from specdec_jax.drafts.other_vocabulary import OtherVocabularyModel, OtherVocabularyParams
 from specdec_jax.drafts.prompt_lookup import PromptLookupDraft, prompt_lookup
-from specdec_jax.drafts.realigned import RealignedDraft
 from specdec_jax.drafts.retrieval import retrieval
-from specdec_jax.drafts.saturation import saturation
-from specdec_jax.drafts.several import CascadeDraft, FastestDraft, ForestDraft
-from specdec_jax.drafts.stopping import (
-  AdaptiveStoppingDraft,
-  HandOverDraft,
-  StopAtMissDraft,
-  StoppingDraft,
-)
+from specdec_jax.drafts.several import ForestDraft
+from specdec_jax.drafts.stop_at_miss import StopAtMissDraft
 from specdec_jax.drafts.token_recycling import token_recycling
 from specdec_jax.drafts.uniform import uniform
 from specdec_jax.exactness.checker import TableTest

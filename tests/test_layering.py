@@ -31,10 +31,11 @@ RULES = [
     "models.t5 -> specdec_jax.drafts.model.ModelDraft",
   ),
   (
-    "data|drafts|checkpoints|load|pair|random_models",
+    "data|drafts|contrib|checkpoints|load|pair|random_models",
     r"specdec_jax\.(measure|train|exactness|batching|serve|t5x|commands|run)",
     "drafts.ngram -> specdec_jax.measure.alpha",
   ),
+  ("(?!contrib).*", r"specdec_jax\.contrib", "load -> specdec_jax.contrib.lookahead"),
   ("(?!commands|serve|run).*", r"specdec_jax\.(commands|run)", "generate -> specdec_jax.run"),
   (".*", "experiments|scripts|tests", "load -> experiments.summaries.replay"),
   ("core|theory|beams", "flax", "core.sampling -> flax.linen"),

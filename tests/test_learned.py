@@ -36,13 +36,14 @@ from specdec_jax.core.trees import chain
 from specdec_jax.core.types import Outcome, Verification
 from specdec_jax.data.vocabularies import open_vocabulary
 from specdec_jax.drafts import composed
-from specdec_jax.drafts.heads import HEADS, DraftHead, new_head
+from specdec_jax.drafts.heads import DraftHead, new_head
 from specdec_jax.drafts.heads.base import TargetOutputs
 from specdec_jax.errors import InputError
 from specdec_jax.measure.alpha import proposals
 from specdec_jax.models.families import module_of, with_feature_layers
 from specdec_jax.models.layers import norm
 from specdec_jax.random_models import random_speculator
+from specdec_jax.registry import HEADS
 from specdec_jax.train import distillation
 from specdec_jax.train.batches import NO_TOKEN, Batch
 from specdec_jax.train.objectives import divergences

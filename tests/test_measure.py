@@ -13,6 +13,7 @@ from tiny import autoregressive_decode
 
 from specdec_jax import theory
 from specdec_jax.checkpoints.load import load_model
+from specdec_jax.contrib.k_seq import KSeqVerifier
 from specdec_jax.core.counts import (
   acceptance_by_position,
   acceptance_rate,
@@ -25,7 +26,6 @@ from specdec_jax.core.sampling import Sampling, row_keys
 from specdec_jax.core.trees import DynamicTree, chain
 from specdec_jax.core.types import DecodeResult, Rounds, Verification
 from specdec_jax.core.verify.blocks import BlockVerifier
-from specdec_jax.core.verify.k_seq import KSeqVerifier
 from specdec_jax.core.verify.lossy import TypicalVerifier
 from specdec_jax.data.quality import quality
 from specdec_jax.drafts.model import ModelDraft

@@ -13,14 +13,14 @@ from wrong_verifiers import FAULTS, Matching, SamplesAgain
 
 from specdec_jax.commands import check as check_module
 from specdec_jax.commands.check import check_exactness
+from specdec_jax.contrib.k_seq import KSeqVerifier
+from specdec_jax.contrib.merging import MergingVerifier
+from specdec_jax.contrib.paths import PathsVerifier
 from specdec_jax.core.sampling import Sampling, distribution
 from specdec_jax.core.trees import DynamicTree, Tree, branching, chain
 from specdec_jax.core.types import DraftOptions
 from specdec_jax.core.verify.blocks import BlockVerifier
 from specdec_jax.core.verify.gumbel import GumbelVerifier
-from specdec_jax.core.verify.k_seq import KSeqVerifier
-from specdec_jax.core.verify.merging import MergingVerifier
-from specdec_jax.core.verify.paths import PathsVerifier
 from specdec_jax.core.verify.rejection import RejectionVerifier
 from specdec_jax.core.verify.tokens import TokenVerifier, accepted_path
 from specdec_jax.errors import InputError

@@ -11,10 +11,10 @@ import tiny_pair
 from flax import struct
 from tiny import autoregressive_decode, speculative_decode
 
+from specdec_jax.contrib.paths import PathsVerifier
 from specdec_jax.core.decode import Decoder
 from specdec_jax.core.sampling import Sampling
 from specdec_jax.core.trees import Tree, chain
-from specdec_jax.core.verify.paths import PathsVerifier
 from specdec_jax.core.verify.tokens import TokenVerifier
 from specdec_jax.drafts.model import ModelDraft
 from specdec_jax.errors import InputError

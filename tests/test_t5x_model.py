@@ -19,11 +19,11 @@ import tiny_pair
 from flax import core
 from tiny import autoregressive_decode, speculative_decode
 
+from specdec_jax.contrib.k_seq import KSeqVerifier
 from specdec_jax.core.sampling import Sampling, row_keys
 from specdec_jax.core.trees import Tree, branching, chain
 from specdec_jax.core.types import DraftOptions
 from specdec_jax.core.verify.blocks import BlockVerifier
-from specdec_jax.core.verify.k_seq import KSeqVerifier
 from specdec_jax.core.verify.lossy import TypicalVerifier
 from specdec_jax.core.verify.tokens import TokenVerifier
 from specdec_jax.data.vocabulary import padded

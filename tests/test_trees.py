@@ -13,6 +13,7 @@ import tiny
 import tiny_pair
 
 from specdec_jax import theory
+from specdec_jax.contrib.k_seq import KSeqVerifier
 from specdec_jax.core.context import Context
 from specdec_jax.core.sampling import Sampling, row_keys
 from specdec_jax.core.trees import (
@@ -26,7 +27,6 @@ from specdec_jax.core.trees import (
 )
 from specdec_jax.core.types import Outcome, Verification
 from specdec_jax.core.verify.blocks import BlockVerifier
-from specdec_jax.core.verify.k_seq import KSeqVerifier
 from specdec_jax.core.verify.tokens import TokenVerifier
 from specdec_jax.drafts.composed import forest_draft, tree_draft
 from specdec_jax.drafts.dynamic import DynamicDraft

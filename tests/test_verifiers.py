@@ -17,11 +17,12 @@ import pytest
 import tiny
 
 from specdec_jax import theory
+from specdec_jax.contrib import bild, k_seq, merging, top_beta
 from specdec_jax.core.arrays import gather_one
 from specdec_jax.core.sampling import Sampling
 from specdec_jax.core.trees import DynamicTree, Tree, branching, chain
 from specdec_jax.core.types import Proposal
-from specdec_jax.core.verify import blocks, k_seq, lossy, merging, rejection, tokens
+from specdec_jax.core.verify import blocks, lossy, rejection, tokens
 from specdec_jax.errors import InputError
 
 V = 3
@@ -595,8 +596,8 @@ def test_draft_token_of_target_probability_0_is_rejected_at_u_0(verifier, tree, 
 
 LOSSY = {
   "typical": lossy.TypicalVerifier(Sampling(), epsilon=0.3, delta=0.6),
-  "top-beta": lossy.TopBetaVerifier(Sampling(), beta=2, tau=0.7),
-  "rollback": lossy.RollbackVerifier(Sampling(), threshold=1.4),
+  "top-beta": top_beta.TopBetaVerifier(Sampling(), beta=2, tau=0.7),
+  "rollback": bild.RollbackVerifier(Sampling(), threshold=1.4),
 }
 
 
@@ -624,11 +625,11 @@ def test_tokens_that_lossy_verifiers_accept():
   def accepted_by(verifier):
     return np.flatnonzero(verifier.acceptable(p)).tolist()
 
-  assert accepted_by(lossy.TopBetaVerifier(Sampling(), beta=2, tau=9.0)) == [0, 1]
-  assert accepted_by(lossy.TopBetaVerifier(Sampling(), beta=4, tau=1.3)) == [0, 1, 2]
-  assert accepted_by(lossy.TopBetaVerifier(Sampling(), beta=4, tau=0.0)) == [0]
-  assert accepted_by(lossy.RollbackVerifier(Sampling(), threshold=2.0)) == [0, 1, 2]
-  assert accepted_by(lossy.RollbackVerifier(Sampling(), threshold=0.6)) == []
+  assert accepted_by(top_beta.TopBetaVerifier(Sampling(), beta=2, tau=9.0)) == [0, 1]
+  assert accepted_by(top_beta.TopBetaVerifier(Sampling(), beta=4, tau=1.3)) == [0, 1, 2]
+  assert accepted_by(top_beta.TopBetaVerifier(Sampling(), beta=4, tau=0.0)) == [0]
+  assert accepted_by(bild.RollbackVerifier(Sampling(), threshold=2.0)) == [0, 1, 2]
+  assert accepted_by(bild.RollbackVerifier(Sampling(), threshold=0.6)) == []
   # exp(-H) = 0.319: at least 0.09, or 0.3 of that.
   assert accepted_by(lossy.TypicalVerifier(Sampling())) == [0, 1, 2]
   assert accepted_by(lossy.TypicalVerifier(Sampling(), epsilon=0.2, delta=1.0)) == [0, 1]
@@ -682,8 +683,8 @@ def test_lossy_verifier_accepts_more_than_the_argmax_at_temperature_0(name):
   "make, words",
   [
     (lambda: lossy.TypicalVerifier(Sampling(), epsilon=0.0), "epsilon is 0.0"),
-    (lambda: lossy.TopBetaVerifier(Sampling(), beta=0), "beta is 0"),
-    (lambda: lossy.TopBetaVerifier(Sampling(), tau=-1.0), "tau is -1.0"),
+    (lambda: top_beta.TopBetaVerifier(Sampling(), beta=0), "beta is 0"),
+    (lambda: top_beta.TopBetaVerifier(Sampling(), tau=-1.0), "tau is -1.0"),
   ],
 )
 def test_invalid_settings_of_lossy_verifiers_are_rejected(make, words):

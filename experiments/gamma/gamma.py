@@ -18,12 +18,12 @@ import numpy as np
 from experiments.gamma.adaptive import AdaptiveDecoder, ScheduledDecoder
 from experiments.gamma.oracles import acceptances, oracles
 from experiments.gamma.stopping import auc, certainties, in_a_row, stopped_speedup
+from specdec_jax.contrib.stopping import stopping_draft
 from specdec_jax.core.counts import identical, num_rounds, num_tokens, require_finite
 from specdec_jax.core.loading import DecodeSettings
 from specdec_jax.core.sampling import Sampling, row_keys
 from specdec_jax.core.trees import chain
 from specdec_jax.core.types import DecodeResult
-from specdec_jax.drafts.composed import stopping_draft
 from specdec_jax.errors import InputError
 from specdec_jax.measure.calibrate import GAMMAS, Calibration, calibrate
 from specdec_jax.measure.costs import interleaved_medians
@@ -120,7 +120,7 @@ def gamma(
     gammas: fixed gammas; each is measured. The adaptive policy chooses among them.
     temperatures: sampling temperatures; each is measured, and 0 is argmax.
     batch_sizes: numbers of texts decoded together; each is measured.
-    thresholds: thresholds of drafts that stop early (`drafts.stopping`); each is measured. An
+    thresholds: thresholds of drafts that stop early (`contrib.stopping`); each is measured. An
       adaptive threshold starts at the first of them. Give none if the draft is not a model.
     max_new_tokens: maximum number of tokens of each output.
     repeats: number of timed decodes of each text, interleaved.

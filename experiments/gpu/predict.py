@@ -42,12 +42,13 @@ from specdec_jax import theory
 from specdec_jax.core import memory
 from specdec_jax.core.sampling import Sampling
 from specdec_jax.core.trees import AnyTree, DynamicTree
-from specdec_jax.drafts.heads import HEADS, AnyConfig, DraftHead, new_head
+from specdec_jax.drafts.heads import AnyConfig, DraftHead, new_head
 from specdec_jax.measure.machine import commit
 from specdec_jax.measure.tables import Table, number_text, render
 from specdec_jax.models.families import init_params
 from specdec_jax.models.quantization import param_dtype
 from specdec_jax.models.sizes import t5_config
+from specdec_jax.registry import HEADS
 
 TOPOLOGY = "h100:1"
 TARGET = "xxl"

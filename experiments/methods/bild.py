@@ -16,16 +16,16 @@ from typing import Any
 import jax
 import numpy as np
 
+from specdec_jax.contrib.bild import RollbackVerifier, hand_over_draft
 from specdec_jax.core.counts import num_rounds, num_tokens
 from specdec_jax.core.decode import Decoder, NullDraft
 from specdec_jax.core.sampling import Sampling, row_keys
 from specdec_jax.core.trees import chain
 from specdec_jax.core.types import Params
-from specdec_jax.core.verify.lossy import RollbackVerifier, TypicalVerifier
+from specdec_jax.core.verify.lossy import TypicalVerifier
 from specdec_jax.core.verify.tokens import TokenVerifier
 from specdec_jax.data.quality import quality
 from specdec_jax.data.text import read_lines
-from specdec_jax.drafts.composed import hand_over_draft
 from specdec_jax.gin_files import default
 from specdec_jax.load import checkpoint_draft, load_pair
 from specdec_jax.measure.costs import interleaved_seconds

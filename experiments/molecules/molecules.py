@@ -19,10 +19,11 @@ from safetensors.numpy import save_file
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, processors
 
 from specdec_jax.commands.train import train_speculator
+from specdec_jax.contrib.prompt_lookup_or_ngrams import prompt_lookup_or_ngrams
 from specdec_jax.core.loading import DecodeSettings
 from specdec_jax.core.sampling import Sampling
 from specdec_jax.drafts.backoff import backoff_ngrams
-from specdec_jax.drafts.composed import LoadsDraft, forest_draft, prompt_lookup_or_ngrams
+from specdec_jax.drafts.composed import LoadsDraft, forest_draft
 from specdec_jax.drafts.heads import new_head
 from specdec_jax.drafts.layer_skip import layer_skip
 from specdec_jax.drafts.prompt_lookup import prompt_lookup

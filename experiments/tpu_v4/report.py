@@ -24,13 +24,14 @@ from specdec_jax import __version__
 from specdec_jax.core.atomic_files import atomic_write
 from specdec_jax.core.sampling import Sampling
 from specdec_jax.core.trees import AnyTree, DynamicTree
-from specdec_jax.drafts.heads import HEADS, AnyConfig, DraftHead, new_head
+from specdec_jax.drafts.heads import AnyConfig, DraftHead, new_head
 from specdec_jax.errors import InputError
 from specdec_jax.measure.machine import commit
 from specdec_jax.measure.tables import render
 from specdec_jax.models.config import Weights, named_dtype
 from specdec_jax.models.partitioning import REPLICATED, RULES
 from specdec_jax.models.sizes import named_config
+from specdec_jax.registry import HEADS
 from specdec_jax.theory import best_tree
 
 _NOT_SETTINGS = "format", "output", "no_loops"

@@ -19,7 +19,7 @@ from specdec_jax.checkpoints.families import t5
 from specdec_jax.checkpoints.formats import Leaf, read_msgpack
 from specdec_jax.checkpoints.huggingface import WEIGHTS
 from specdec_jax.core.atomic_files import atomic_write
-from specdec_jax.drafts.heads import HEADS, AnyConfig, DraftHead
+from specdec_jax.drafts.heads import AnyConfig, DraftHead, head_class
 from specdec_jax.errors import InputError
 from specdec_jax.models.config import GPTConfig, T5Config
 
@@ -63,7 +63,7 @@ def open_folder(folder: str) -> Checkpoint:
   fields = files.read_json(folder, CONFIG)
   vocabulary = fields.pop("vocabulary", None)
   family = _FAMILIES[fields.pop("family", "t5")]
-  config_type = HEADS[fields["kind"]] if family is DraftHead else family
+  config_type = head_class(fields["kind"]) if family is DraftHead else family
   lists = {name: tuple(x) for name, x in fields.items() if isinstance(x, list)}  # JSON has lists
   config = config_type(**fields | lists)
   values = read_msgpack(folder, PARAMS)

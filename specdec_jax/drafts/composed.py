@@ -10,27 +10,12 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from specdec_jax.core.sampling import Sampling
-from specdec_jax.core.trees import (
-  AnyTree,
-  DynamicTree,
-  branching,
-  chain,
-  require_chain,
-)
+from specdec_jax.core.trees import AnyTree, DynamicTree, branching, chain, require_chain
 from specdec_jax.core.types import BuildDraft, Draft, DraftOptions, DraftSpec, Loaded
-from specdec_jax.drafts.backoff import backoff_ngrams
 from specdec_jax.drafts.hierarchical import HierarchicalDraft, chain_with_siblings
 from specdec_jax.drafts.model import ModelDraft
-from specdec_jax.drafts.prompt_lookup import prompt_lookup
-from specdec_jax.drafts.realigned import RealignedDraft
-from specdec_jax.drafts.several import CascadeDraft, FallbackDraft, FastestDraft, ForestDraft
-from specdec_jax.drafts.stopping import (
-  AdaptiveStoppingDraft,
-  HandOverDraft,
-  StopAtMissDraft,
-  StoppingDraft,
-)
-from specdec_jax.errors import InputError, require_count, shown
+from specdec_jax.drafts.several import ForestDraft
+from specdec_jax.errors import InputError, shown
 
 LoadsDraft = Callable[[Loaded], DraftSpec]
 
@@ -51,13 +36,13 @@ def hierarchical_draft(
   def build(sampling: Sampling, tree: AnyTree, options=DraftOptions()) -> HierarchicalDraft:
     options = DraftOptions(options.processors, reread=options.reread)
     tree = chain_with_siblings(require_chain("a hierarchical draft", tree).depth, width)
-    outer = _build_model(model, sampling, tree, options)
+    outer = build_model(model, sampling, tree, options)
     inner_options = dataclasses.replace(options, reread=options.reread + 2)
     draft_tokens = cheaper.build(sampling, chain(inner_gamma), inner_options)
     return HierarchicalDraft(outer.model, draft_tokens, sampling, tree, options)
 
   name = f"{model.name} by {cheaper.name}" + (f", width {width}" if width > 1 else "")
-  return _joined(name, build, [model, cheaper])
+  return joined_spec(name, build, [model, cheaper])
 
 
 def forest_draft(target: Loaded, drafts: Sequence[LoadsDraft]) -> DraftSpec:
@@ -69,71 +54,12 @@ def forest_draft(target: Loaded, drafts: Sequence[LoadsDraft]) -> DraftSpec:
 
   def build(sampling: Sampling, tree: AnyTree, options=DraftOptions()) -> ForestDraft:
     depth = max(spec.build(sampling, tree, options).tree.depth for spec in specs)
-    options = _rereading(options, depth + 1)
+    options = rereading(options, depth + 1)
     drafts = tuple(spec.build(sampling, tree, options) for spec in specs)
     return ForestDraft(drafts, len(target.vocabulary))
 
   name = " and ".join(spec.name for spec in specs)
-  return _joined(name, build, specs)
-
-
-def cascade_draft(target: Loaded, drafts: Sequence[LoadsDraft], gammas: Sequence[int]) -> DraftSpec:
-  """Return a draft that runs several drafts in sequence, usually from expensive to cheap.
-
-  Args:
-    drafts: drafts in the order in which they propose.
-    gammas: number of draft tokens of each draft except the last one, which proposes the rest.
-  """
-  if len(gammas) != len(drafts) - 1:
-    raise InputError(
-      f"There are {len(drafts)} drafts in a row and {len(gammas)} gammas; give one gamma for each "
-      "draft except the last, which proposes the rest."
-    )
-  for gamma in gammas:
-    require_count("gamma", gamma)
-  specs = [draft(target) for draft in drafts]
-
-  def build(sampling: Sampling, tree: AnyTree, options=DraftOptions()) -> CascadeDraft:
-    require_chain("a cascade", tree)
-    built, missing = [], tree.depth
-    for spec, gamma in zip(specs, (*gammas, tree.depth)):
-      if missing:
-        # A draft has not processed what a round commits, nor the tokens of the drafts before it.
-        reread = tree.depth + 1 + tree.depth - missing
-        part = chain(min(gamma, missing))
-        built.append(spec.build(sampling, part, _rereading(options, reread)))
-        missing -= part.depth
-    return CascadeDraft(tuple(built), len(target.vocabulary))
-
-  name = ", then ".join(spec.name for spec in specs)
-  return _joined(name, build, specs)
-
-
-def fastest_draft(
-  target: Loaded,
-  drafts: Sequence[LoadsDraft],
-  alphas: Sequence[float],
-  costs: Sequence[float],
-) -> DraftSpec:
-  """Return a draft that uses, in each round, the draft with the highest expected speed (Section 6).
-
-  Args:
-    drafts: drafts to choose from.
-    alphas: estimate of alpha of each draft at the start of a text.
-    costs: cost ratio c of each draft, as `specdec speedup` measures it.
-  """
-  specs = [draft(target) for draft in drafts]
-
-  def build(sampling: Sampling, tree: AnyTree, options=DraftOptions()) -> FastestDraft:
-    def built(num_rounds: int) -> tuple[Draft, ...]:
-      count = num_rounds * (tree.depth + 1)
-      return tuple(spec.build(sampling, tree, _rereading(options, count)) for spec in specs)
-
-    draft = FastestDraft(built(1), built(1), tuple(alphas), tuple(costs), len(target.vocabulary))
-    return dataclasses.replace(draft, late_drafts=built(draft.most_idle + 1))
-
-  name = "fastest of " + ", ".join(spec.name for spec in specs)
-  return _joined(name, build, specs)
+  return joined_spec(name, build, specs)
 
 
 def tree_draft(
@@ -172,100 +98,23 @@ def tree_draft(
   return dataclasses.replace(spec, name=f"{spec.name}, {size}", build=build, path=None)
 
 
-def prompt_lookup_or_ngrams(
-  target: Loaded, path: str, max_ngram: int = 3, order: int = 4
-) -> DraftSpec:
-  """Return a draft that uses `prompt_lookup` and falls back to `backoff_ngrams`."""
-  specs = prompt_lookup(target, max_ngram), backoff_ngrams(target, path, order)
-
-  def build(sampling: Sampling, tree: AnyTree, options=DraftOptions()) -> FallbackDraft:
-    return FallbackDraft(tuple(spec.build(sampling, tree, options) for spec in specs))
-
-  name = "-or-".join(spec.name for spec in specs)
-  return DraftSpec(name, build, tuple(spec.params for spec in specs))
-
-
-def stopping_draft(
-  target: Loaded, draft: LoadsDraft, threshold: float, goal: float | None = None
-) -> DraftSpec:
-  """Return a draft model that proposes up to gamma tokens, and stops early if it is not confident.
-
-  Args:
-    threshold: see `StoppingDraft`.
-    goal: acceptance rate to keep (`AdaptiveStoppingDraft`); None for a constant threshold.
-  """
-  model = draft(target)
-
-  def build(sampling: Sampling, tree: AnyTree, options=DraftOptions()) -> StoppingDraft:
-    built = _build_model(model, sampling, tree, options)
-    if goal is None:
-      return StoppingDraft(built, threshold)
-    return AdaptiveStoppingDraft(built, threshold, goal)
-
-  rule = f"stops below {threshold:g}"
-  if goal is not None:
-    rule = f"stops for a rate of {goal:g}"
-  return dataclasses.replace(model, name=f"{model.name} ({rule})", build=build, path=None)
-
-
-def hand_over_draft(target: Loaded, draft: LoadsDraft, threshold: float = 0.6) -> DraftSpec:
-  """Return a draft model that proposes tokens while it is confident (`HandOverDraft`; BiLD)."""
-  model = draft(target)
-
-  def build(sampling: Sampling, tree: AnyTree, options=DraftOptions()) -> HandOverDraft:
-    return HandOverDraft(_build_model(model, sampling, tree, options), threshold)
-
-  name = f"{model.name} (hands over below {threshold:g})"
-  return dataclasses.replace(model, name=name, build=build, path=None)
-
-
-def stop_at_miss_draft(target: Loaded, draft: LoadsDraft) -> DraftSpec:
-  """Return a draft that ends its proposal where `draft` has no token (`StopAtMissDraft`).
-
-  gamma is the maximum number of draft tokens. `draft` selects its tokens deterministically.
-  """
-  spec = draft(target)
-
-  def build(sampling: Sampling, tree: AnyTree, options=DraftOptions()) -> StopAtMissDraft:
-    return StopAtMissDraft(spec.build(sampling, tree, options))
-
-  return dataclasses.replace(spec, name=f"{spec.name}, as far as known", build=build, path=None)
-
-
-def realigned_draft(
-  target: Loaded, draft: LoadsDraft, num_realigned: int | None = None
-) -> DraftSpec:
-  """Return a draft that also proposes the rest of the rejected proposal before it (SpecASR).
-
-  `num_realigned` is at most, and by default, gamma - 1: the tokens that may follow a rejected one.
-  """
-  if num_realigned is not None:
-    require_count("num_realigned", num_realigned)
-  spec = draft(target)
-
-  def build(sampling: Sampling, tree: AnyTree, options=DraftOptions()) -> RealignedDraft:
-    rest = tree.depth - 1
-    count = rest if num_realigned is None else min(num_realigned, rest)
-    draft = spec.build(sampling, tree, _rereading(options, tree.depth + 1))
-    return RealignedDraft(draft, count, len(target.vocabulary))
-
-  return dataclasses.replace(spec, name=f"{spec.name}, realigned", build=build, path=None)
-
-
-def _build_model(
+def build_model(
   spec: DraftSpec, sampling: Sampling, tree: AnyTree, options: DraftOptions
 ) -> ModelDraft:
+  """Build a draft, or raise InputError if it is not a draft model."""
   draft = spec.build(sampling, tree, options)
   if not isinstance(draft, ModelDraft):
     raise InputError(f"{spec.name} is not a draft model; give one.")
   return draft
 
 
-def _rereading(options: DraftOptions, num_tokens: int) -> DraftOptions:
+def rereading(options: DraftOptions, num_tokens: int) -> DraftOptions:
+  """Return options of a draft whose rounds begin with up to `num_tokens` tokens new to it."""
   return dataclasses.replace(options, reread=options.reread - 2 + num_tokens)  # 2 by default
 
 
-def _joined(name: str, build: BuildDraft, specs: Sequence[DraftSpec]) -> DraftSpec:
+def joined_spec(name: str, build: BuildDraft, specs: Sequence[DraftSpec]) -> DraftSpec:
+  """Return a draft made of several, or raise InputError if one cannot be joined with others."""
   for spec in specs:
     if spec.features:
       raise InputError(

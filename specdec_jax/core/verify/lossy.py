@@ -10,7 +10,7 @@ import dataclasses
 import math
 
 import jax.numpy as jnp
-from jax import Array, lax
+from jax import Array
 from jaxtyping import Bool, Float, Key
 
 from specdec_jax.core.arrays import gather_one, gather_token, take
@@ -18,7 +18,7 @@ from specdec_jax.core.sampling import Sampling, distribution, sample
 from specdec_jax.core.trees import AnyTree, path_to, require_static
 from specdec_jax.core.types import Proposal, Verification, Verifier
 from specdec_jax.core.verify.tokens import normalised, residual, validated_q
-from specdec_jax.errors import require_count, require_number
+from specdec_jax.errors import require_number
 
 
 class AcceptableTokens(Verifier):
@@ -94,58 +94,6 @@ class TypicalVerifier(AcceptableTokens):
     entropy = -jnp.where(p > 0, p * jnp.log(jnp.where(p > 0, p, 1.0)), 0.0).sum(-1, keepdims=True)
     least = jnp.minimum(self.epsilon, self.delta * jnp.exp(-entropy))
     return (p > least) | (p == p.max(axis=-1, keepdims=True))
-
-
-@dataclasses.dataclass(frozen=True)
-class TopBetaVerifier(AcceptableTokens):
-  """Verifier with top-beta acceptance (SpecDec; Xia et al., 2023).
-
-  It accepts a token that is among the `beta` most probable tokens of the target, if its
-  log-probability is within `tau` of that of the most probable token.
-
-  Attributes:
-    beta: maximum number of acceptable tokens, except for ties.
-    tau: maximum difference of log-probabilities, in nats.
-  """
-
-  sampling: Sampling
-  beta: int = 3
-  tau: float = 1.0
-
-  def __post_init__(self):
-    require_count("beta", self.beta)
-    object.__setattr__(self, "tau", require_number("tau", self.tau, 0, math.inf))
-
-  def acceptable(self, p: Float[Array, "*batch V"]) -> Bool[Array, "*batch V"]:
-    """Return a mask of the tokens that are among the most probable and close to the maximum."""
-    best, _ = lax.top_k(p, min(self.beta, p.shape[-1]))
-    return (p >= best[..., -1:]) & (p >= best[..., :1] * math.exp(-self.tau))
-
-
-@dataclasses.dataclass(frozen=True)
-class RollbackVerifier(AcceptableTokens):
-  """Verifier that rolls back only where the target disagrees strongly (BiLD; Kim et al., 2023).
-
-  It accepts a token x if -log p(x) is at most `threshold`. The next token is sampled from p.
-
-  Attributes:
-    threshold: maximum of -log p(x), in nats.
-  """
-
-  sampling: Sampling
-  threshold: float = 5.0
-
-  def __post_init__(self):
-    object.__setattr__(self, "threshold", require_number("threshold", self.threshold, 0, math.inf))
-
-  def acceptable(self, p: Float[Array, "*batch V"]) -> Bool[Array, "*batch V"]:
-    """Return a mask of the tokens that are not rolled back."""
-    return p >= math.exp(-self.threshold)
-
-  def next_weights(
-    self, p: Float[Array, "*batch V"], acceptable: Bool[Array, "*batch V"]
-  ) -> Float[Array, "*batch V"]:
-    return p
 
 
 def emitted_distribution(

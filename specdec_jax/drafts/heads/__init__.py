@@ -7,31 +7,12 @@ from jax import Array
 from jaxtyping import Key
 
 from specdec_jax.drafts.heads.base import DraftHead
-from specdec_jax.drafts.heads.drafter import DrafterHead
-from specdec_jax.drafts.heads.eagle import EagleHead
-from specdec_jax.drafts.heads.early_exit import EarlyExitHead
-from specdec_jax.drafts.heads.medusa import MedusaHead
-from specdec_jax.drafts.heads.parallel import ParallelHead
-from specdec_jax.drafts.heads.pass_embeddings import PassHead
-from specdec_jax.drafts.heads.shared_encoder import SharedEncoderHead
 from specdec_jax.errors import InputError
 from specdec_jax.models import families
 from specdec_jax.models.config import TransformerConfig
+from specdec_jax.registry import HEADS, imported
 
 AnyConfig = families.Config | DraftHead
-
-HEADS: dict[str, type[DraftHead]] = {
-  "heads": MedusaHead,
-  "eagle": EagleHead,
-  "parallel": ParallelHead,
-  "pass": PassHead,
-  "early_exit": EarlyExitHead,
-  "shared_encoder": SharedEncoderHead,
-  "conditioned": SharedEncoderHead,
-  "features": SharedEncoderHead,
-  "eagle_text": SharedEncoderHead,
-  "drafter": DrafterHead,
-}
 
 # Fields of a head that are those of its target.
 _OF_TARGET = (
@@ -48,6 +29,13 @@ _OF_TARGET = (
 )
 
 
+def head_class(kind: str) -> type[DraftHead]:
+  """Return the class of a kind of draft head, or raise InputError if there is none."""
+  if kind not in HEADS:
+    raise InputError(f"kind is {kind!r}; it must be one of {', '.join(map(repr, HEADS))}.")
+  return imported(HEADS[kind])
+
+
 def init_params(config: AnyConfig, rng: Key[Array, ""]) -> Any:
   """Return random parameters (float32) of a model or of a learned draft head."""
   if isinstance(config, DraftHead):
@@ -59,23 +47,22 @@ def new_head(target: TransformerConfig, kind: str = "parallel", **settings: Any)
   """Return a draft head for a target.
 
   Args:
-    kind: name of the head in `HEADS`.
+    kind: name of the head in `registry.HEADS`.
     settings: fields of the head. A setting that is None, or that only other kinds have, is left
       out, so that one gin file serves all kinds.
 
   Raises:
     InputError: there is no head of this kind, or the head does not fit the target.
   """
-  if kind not in HEADS:
-    raise InputError(f"kind is {kind!r}; it must be one of {', '.join(map(repr, HEADS))}.")
-  fields = {each: {f.name for f in dataclasses.fields(HEADS[each])} for each in HEADS}
+  chosen = head_class(kind)
+  fields = {each: {f.name for f in dataclasses.fields(head_class(each))} for each in HEADS}
   if unknown := settings.keys() - set().union(*fields.values()):
     raise TypeError(f"No kind of head has {', '.join(sorted(unknown))}.")
   given = {n: x for n, x in settings.items() if n in fields[kind] and x is not None}
   if "num_heads" in given:
     given.setdefault("num_kv_heads", None)
   shared: dict[str, Any] = {name: getattr(target, name) for name in _OF_TARGET}
-  head = HEADS[kind](**{"kind": kind, "state_dim": target.emb_dim, **shared, **given})
+  head = chosen(**{"kind": kind, "state_dim": target.emb_dim, **shared, **given})
   if features := head.feature_layers:
     head = dataclasses.replace(head, state_dim=target.emb_dim * len(features))
   head.require_target(target)

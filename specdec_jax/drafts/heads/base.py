@@ -1,7 +1,7 @@
 """Contract of learned draft heads: small modules trained for one target, which is usually frozen.
 
 Most heads reuse results of the target, such as its hidden states or the encoded source. A new kind
-of head needs one file here with a subclass of `DraftHead`, and one entry in `drafts.heads.HEADS`.
+of head needs one file with a subclass of `DraftHead`, and one entry in `registry.HEADS`.
 
 Axis letters are those of `core.types`. A is the number of anchors per text: the positions of a
 training text from which the head drafts.
@@ -65,8 +65,8 @@ class DraftHead(TransformerConfig, abc.ABC):
   """Learned draft head: its sizes, and how it is initialized, trained and used as a draft.
 
   A subclass has fields for its own settings, and implements one kind of head or several
-  (`drafts.heads.HEADS`). The sizes of `TransformerConfig`
-  are those of the head's own layers, if it has any; attention heads are of the target's size.
+  (`registry.HEADS`). The sizes of `TransformerConfig` are those of the head's own layers, if it has
+  any; attention heads are of the target's size.
 
   Attributes:
     state_dim: width of the target's hidden states, E.

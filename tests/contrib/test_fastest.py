@@ -14,11 +14,13 @@ import pytest
 from jax import Array
 from test_verifiers import ATOL, V, by_tokens, exact, tables
 
+from specdec_jax.contrib.fastest import FastestDraft
 from specdec_jax.core.context import Context
 from specdec_jax.core.trees import Tree, chain
 from specdec_jax.core.types import Draft, Outcome, Proposal, Verification
-from specdec_jax.drafts.several import FastestDraft
 from specdec_jax.theory import walltime_improvement
+
+pytestmark = pytest.mark.slow
 
 TREE, LENGTH = chain(2), 3  # draft tokens, and tokens of a text
 # Indices of the texts of each length in the tables below.
@@ -135,7 +137,6 @@ def joint_of_texts(draft: FastestDraft) -> tuple[np.ndarray, list[set[int]]]:
   return joint, chosen
 
 
-@pytest.mark.slow
 def test_texts_have_the_targets_distribution():
   joint, chosen = joint_of_texts(fastest(patience=3))
   assert chosen[:2] == [{0}, {0, 1}]  # the choice depends on the first round

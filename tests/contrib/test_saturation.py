@@ -7,11 +7,13 @@ import pytest
 import tiny
 from test_contract import deep, deep_gpt
 
+from specdec_jax.contrib.saturation import saturation
 from specdec_jax.core.sampling import Sampling
 from specdec_jax.core.trees import chain
 from specdec_jax.drafts.layer_skip import cache_of_layers, layer_skip
-from specdec_jax.drafts.saturation import saturation
 from specdec_jax.errors import InputError
+
+pytestmark = pytest.mark.slow
 
 
 def logits_of(models, make, layers: list[int], *settings):
@@ -31,7 +33,6 @@ def logits_of(models, make, layers: list[int], *settings):
   return np.asarray(jax.jit(extend)(factory.params, jnp.asarray(models.prompts[3:])))
 
 
-@pytest.mark.slow
 def test_a_token_exits_after_the_first_layer_that_is_confident():
   """The second layer reads the same states of all tokens, so its logits do not depend on exits."""
   models = deep_gpt()
@@ -52,7 +53,6 @@ def test_a_token_exits_after_the_first_layer_that_is_confident():
     )
 
 
-@pytest.mark.slow
 def test_a_token_exits_when_its_most_probable_token_is_unchanged():
   models = deep()
   exits = [logits_of(models, layer_skip, [*range(count)]) for count in (1, 2, 3)]

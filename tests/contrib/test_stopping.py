@@ -11,22 +11,18 @@ from test_backoff import written
 from test_contract import LIMIT, t5
 from test_speculative import CONFIG, DRAFT_CONFIG
 
+from specdec_jax.contrib.bild import HandOverDraft, RollbackVerifier
+from specdec_jax.contrib.stopping import AdaptiveStoppingDraft, StoppingDraft
 from specdec_jax.core import decode
 from specdec_jax.core.counts import acceptance_by_position
 from specdec_jax.core.sampling import Sampling
 from specdec_jax.core.trees import Tree, branching, chain
 from specdec_jax.core.types import Outcome, Proposal, Verification
-from specdec_jax.core.verify.lossy import RollbackVerifier
 from specdec_jax.core.verify.tokens import TokenVerifier
 from specdec_jax.drafts.model import ModelDraft
 from specdec_jax.drafts.prompt_lookup import PromptLookupDraft
 from specdec_jax.drafts.several import ForestDraft
-from specdec_jax.drafts.stopping import (
-  AdaptiveStoppingDraft,
-  HandOverDraft,
-  StopAtMissDraft,
-  StoppingDraft,
-)
+from specdec_jax.drafts.stop_at_miss import StopAtMissDraft
 from specdec_jax.drafts.uniform import UniformDraft
 from specdec_jax.errors import InputError
 

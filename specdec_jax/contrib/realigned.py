@@ -15,11 +15,40 @@ from jaxtyping import Float, Int, Key
 
 from specdec_jax.core.arrays import gather, take
 from specdec_jax.core.context import Context
-from specdec_jax.core.trees import Tree, chain, require_chain
-from specdec_jax.core.types import Outcome, Proposal, WrappedDraft
+from specdec_jax.core.sampling import Sampling
+from specdec_jax.core.trees import AnyTree, Tree, chain, require_chain
+from specdec_jax.core.types import (
+  DraftOptions,
+  DraftSpec,
+  Loaded,
+  Outcome,
+  Proposal,
+  WrappedDraft,
+)
+from specdec_jax.drafts.composed import LoadsDraft, rereading
 from specdec_jax.drafts.several import concatenated, joined_at_root, require_joinable
 from specdec_jax.errors import require_count
 from specdec_jax.models.t5 import PAD_ID
+
+
+def realigned_draft(
+  target: Loaded, draft: LoadsDraft, num_realigned: int | None = None
+) -> DraftSpec:
+  """Return a draft that also proposes the rest of the rejected proposal before it (SpecASR).
+
+  `num_realigned` is at most, and by default, gamma - 1: the tokens that may follow a rejected one.
+  """
+  if num_realigned is not None:
+    require_count("num_realigned", num_realigned)
+  spec = draft(target)
+
+  def build(sampling: Sampling, tree: AnyTree, options=DraftOptions()) -> RealignedDraft:
+    rest = tree.depth - 1
+    count = rest if num_realigned is None else min(num_realigned, rest)
+    draft = spec.build(sampling, tree, rereading(options, tree.depth + 1))
+    return RealignedDraft(draft, count, len(target.vocabulary))
+
+  return dataclasses.replace(spec, name=f"{spec.name}, realigned", build=build, path=None)
 
 
 class RealignedState(NamedTuple):

@@ -1,11 +1,11 @@
-"""Drafts that stop early: a model that is not confident (Section 6), or one that has no token.
+"""Drafts that stop early: a model that is no longer confident (Section 6).
 
 `StoppingDraft` follows SpecDec++ and AdaEDL. The probability that the model gives its most probable
 token predicts whether a draft token will be accepted. The product of these probabilities along a
 chain predicts whether verification will reach a token (experiments/gamma). The draft continues
 while that product is at least `threshold`. The decision to propose a token depends on the
-distributions of earlier draft tokens (`HandOverDraft`: and its own), never on the token itself, so
-token verification stays exact.
+distributions of earlier draft tokens (`bild.HandOverDraft`: and its own), never on the token
+itself, so token verification stays exact.
 """
 
 import dataclasses
@@ -17,11 +17,42 @@ from jax import Array, lax
 from jaxtyping import Bool, Float, Key
 
 from specdec_jax.core.context import Context
-from specdec_jax.core.trees import Tree, require_chain
-from specdec_jax.core.types import Outcome, Proposal, WrappedDraft
+from specdec_jax.core.sampling import Sampling
+from specdec_jax.core.trees import AnyTree, Tree, require_chain
+from specdec_jax.core.types import (
+  DraftOptions,
+  DraftSpec,
+  Loaded,
+  Outcome,
+  Proposal,
+  WrappedDraft,
+)
+from specdec_jax.drafts.composed import LoadsDraft, build_model
 from specdec_jax.drafts.model import ModelDraft, depth_keys, sample_next
-from specdec_jax.errors import InputError, require_number
-from specdec_jax.models.t5 import PAD_ID
+from specdec_jax.errors import require_number
+
+
+def stopping_draft(
+  target: Loaded, draft: LoadsDraft, threshold: float, goal: float | None = None
+) -> DraftSpec:
+  """Return a draft model that proposes up to gamma tokens, and stops early if it is not confident.
+
+  Args:
+    threshold: see `StoppingDraft`.
+    goal: acceptance rate to keep (`AdaptiveStoppingDraft`); None for a constant threshold.
+  """
+  model = draft(target)
+
+  def build(sampling: Sampling, tree: AnyTree, options=DraftOptions()) -> StoppingDraft:
+    built = build_model(model, sampling, tree, options)
+    if goal is None:
+      return StoppingDraft(built, threshold)
+    return AdaptiveStoppingDraft(built, threshold, goal)
+
+  rule = f"stops below {threshold:g}"
+  if goal is not None:
+    rule = f"stops for a rate of {goal:g}"
+  return dataclasses.replace(model, name=f"{model.name} ({rule})", build=build, path=None)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -108,29 +139,6 @@ class StoppingDraft(WrappedDraft):
     return Proposal(tokens, q), cache
 
 
-@dataclasses.dataclass(frozen=True)
-class HandOverDraft(StoppingDraft):
-  """A draft that ends before the first token of which the model is not confident (BiLD's fallback).
-
-  The target writes that token, so a proposal may be empty. With `lossy.RollbackVerifier`, this is
-  BiLD (Kim et al., 2023); with an exact verifier, outputs have the target's distribution.
-
-  Attributes:
-    threshold: lowest probability of the model's most probable token at which it is proposed.
-  """
-
-  min_length = 0
-
-  def proposes(
-    self,
-    threshold: float | Float[Array, " B"],
-    reach: Float[Array, " B"],
-    logits: Float[Array, "B V"],
-  ) -> tuple[Bool[Array, " B"], Float[Array, " B"]]:
-    lowest = jnp.minimum(reach, confidence(logits))
-    return lowest >= threshold, lowest
-
-
 class AdaptiveState(NamedTuple):
   """State of the draft, and the current threshold and recent acceptance rate of each row."""
 
@@ -182,36 +190,6 @@ class AdaptiveStoppingDraft(StoppingDraft):
     threshold = state.threshold + jnp.where(rate <= self.goal, self.step, -self.step)
     inner = self.draft.observe(params, state.inner, outcome)
     return AdaptiveState(inner, jnp.clip(threshold, 0, 1), rate)
-
-
-@dataclasses.dataclass(frozen=True)
-class StopAtMissDraft(WrappedDraft):
-  """A draft that proposes a chain, which ends before the first PAD_ID of the wrapped draft.
-
-  The wrapped draft, such as prompt lookup, proposes PAD_ID where it has no token, and must not
-  sample. So gamma can be large enough to copy a match to its end, while a round in which no row has
-  a match costs only one autoregressive step. The target forward pass is compiled for chains of 0,
-  1, 2, 4, ... and gamma draft tokens.
-  """
-
-  def __post_init__(self):
-    require_chain("a draft that stops at a miss", self.draft.tree)
-
-  @property
-  def tree(self) -> Tree:  # type: ignore[override]
-    tree = require_chain("a draft that stops at a miss", self.draft.tree)
-    powers = (2**i for i in range(tree.depth.bit_length()))
-    lengths = (0, *(n for n in powers if n < tree.depth), tree.depth)
-    return dataclasses.replace(tree, verify_lengths=lengths)
-
-  def propose(
-    self, params: Any, state: Any, context: Context, rng: Key[Array, " B"]
-  ) -> tuple[Proposal, Any]:
-    proposal, state = self.draft.propose(params, state, context, rng)
-    if proposal.q is not None:
-      raise InputError("A draft that stops at a miss must select its tokens, and this one samples.")
-    before_miss = jnp.cumprod(proposal.tokens != PAD_ID, axis=1) > 0
-    return Proposal(jnp.where(before_miss, proposal.tokens, -1)), state
 
 
 def confidence(logits: Float[Array, "*batch V"]) -> Float[Array, "*batch"]:

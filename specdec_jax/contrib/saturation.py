@@ -15,6 +15,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jaxtyping import Bool, Float, Int
 
+from specdec_jax.contrib.stopping import confidence
 from specdec_jax.core.sampling import Sampling
 from specdec_jax.core.trees import AnyTree, NodeLayout, require_static
 from specdec_jax.core.types import DraftOptions, DraftSpec, Loaded, WrappedModel
@@ -26,7 +27,6 @@ from specdec_jax.drafts.layer_skip import (
   require_layers,
 )
 from specdec_jax.drafts.model import ModelDraft
-from specdec_jax.drafts.stopping import confidence
 from specdec_jax.errors import require_number
 from specdec_jax.models.families import model_of, module_of
 from specdec_jax.models.gpt import GPTModel

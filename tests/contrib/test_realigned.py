@@ -10,19 +10,20 @@ import tiny
 import tiny_pair
 
 from experiments.summaries.replay import ReplayModel, ReplayParams
+from specdec_jax.contrib.realigned import RealignedDraft, realigned_draft
 from specdec_jax.core.arrays import gather
 from specdec_jax.core.decode import Decoder, unpacked_rounds
 from specdec_jax.core.sampling import Sampling
 from specdec_jax.core.trees import branching, chain
 from specdec_jax.core.types import DraftOptions, Params
 from specdec_jax.core.verify.tokens import TokenVerifier
-from specdec_jax.drafts.composed import realigned_draft
 from specdec_jax.drafts.model import ModelDraft
 from specdec_jax.drafts.prompt_lookup import prompt_lookup
-from specdec_jax.drafts.realigned import RealignedDraft
 from specdec_jax.errors import InputError
 from specdec_jax.load import checkpoint_draft
 from specdec_jax.models.t5 import T5Model
+
+pytestmark = pytest.mark.slow
 
 GREEDY = Sampling(0.0)
 CONFIG = tiny.config(vocab_size=24, layers=1)
@@ -87,7 +88,6 @@ def test_realigned_tokens_are_accepted_where_the_draft_is_wrong_again():
   assert np.asarray(realigned.rounds.num_emitted)[:, 0].tolist() == [2, 4, 2, 4, 2, 2] + [0] * 10
 
 
-@pytest.mark.slow
 def test_draft_model_rereads_the_tokens_that_it_did_not_propose():
   """In rounds that accept realigned tokens, the model proposes as after rereading the whole text.
 
@@ -116,7 +116,6 @@ def test_draft_model_rereads_the_tokens_that_it_did_not_propose():
     assert (rounds.num_accepted[r] >= 3).all()
 
 
-@pytest.mark.slow
 def test_realigned_draft_of_a_pair():
   target = tiny_pair.pair().target
   near = functools.partial(checkpoint_draft, model=str(tiny_pair.folder() / "near"))

@@ -10,15 +10,17 @@ import pytest
 from jax import lax
 from tiny import speculative_decode
 
+from specdec_jax.contrib.lookahead import LookaheadDraft
 from specdec_jax.core.arrays import take
 from specdec_jax.core.context import Context
 from specdec_jax.core.sampling import Sampling
 from specdec_jax.core.types import Outcome
 from specdec_jax.core.verify.tokens import TokenVerifier
-from specdec_jax.drafts.lookahead import LookaheadDraft
 from specdec_jax.errors import InputError
 from specdec_jax.models.decoder import commit
 from specdec_jax.models.t5 import T5Cache
+
+pytestmark = pytest.mark.slow
 
 V, WINDOW, ROUNDS = 5, 4, 12
 PROMPTS = np.array([[3, 4, 2, 1, 0, 0], [2, 1, 0, 0, 0, 0], [4, 4, 3, 9, 2, 1]], np.int32)
