@@ -8,6 +8,7 @@ from typing import Any
 
 from experiments.paper.paper import load_table
 from experiments.paper.paper_tables import paper_table
+from specdec_jax import registry
 from specdec_jax.errors import InputError
 from specdec_jax.measure.records import Record, read
 from specdec_jax.measure.tables import Table, measured_with, number_text, speed_table
@@ -55,6 +56,7 @@ PATHS = {
   "training": "tables",  # copies of `metrics.jsonl`; the name of a copy is the name of its row
   "status": "paper.status",
   "status-counts": "paper.status",
+  "draft-names": "tables",
 }
 
 TRAINING_LEGEND = {
@@ -112,6 +114,15 @@ def measured_on(rows: Sequence[Mapping[str, Any]]) -> str:
   first, commits = rows[0], dict.fromkeys(row["commit"] for row in rows)
   name = "commit" if len(commits) == 1 else "commits"
   return f"{first['processor']}, {name} {', '.join(commits)} of {str(first['date'])[:10]}."
+
+
+def draft_names_table() -> Table:
+  """Return the drafts that have a name, with their settings."""
+  rows = []
+  for name, entry in registry.DRAFTS.items():
+    settings = map(registry.flag_of, registry.parameters(entry.path))
+    rows.append((f"`{name}`", entry.use, ", ".join(f"`{each}`" for each in settings) or "-"))
+  return Table("Drafts by name", ("draft", "use it when", "settings"), tuple(rows))
 
 
 def training_table(*paths: str | pathlib.Path) -> Table:

@@ -34,7 +34,7 @@ BLOCK = re.compile(r"(<!-- table: ([^\n]*?) -->\n).*?(<!-- end of table -->)", r
 
 def pages() -> list[pathlib.Path]:
   """Return the paths of all pages that can contain generated tables."""
-  return [ROOT / "README.md", *sorted(ROOT.glob("experiments/**/*.md"))]
+  return [ROOT / "README.md", *sorted([*ROOT.glob("docs/*.md"), *ROOT.glob("experiments/**/*.md")])]
 
 
 def outdated() -> Iterator[tuple[pathlib.Path, str]]:

@@ -8,8 +8,10 @@ from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
+from specdec_jax import registry
 from specdec_jax.checkpoints.checkpoint import (
   Checkpoint,
   LoadedWeights,
@@ -21,7 +23,7 @@ from specdec_jax.core.decode import num_positions
 from specdec_jax.core.generation_config import SETTINGS, with_effect
 from specdec_jax.core.sampling import Sampling
 from specdec_jax.core.trees import AnyTree
-from specdec_jax.core.types import Draft, DraftOptions, DraftSpec, Loaded, Verifier
+from specdec_jax.core.types import Draft, DraftOptions, DraftSpec, Loaded, LoadsDraft, Verifier
 from specdec_jax.core.verify.tokens import TokenVerifier
 from specdec_jax.data.text import read_lines
 from specdec_jax.data.vocabularies import padded_size
@@ -29,7 +31,6 @@ from specdec_jax.data.vocabulary import Vocabulary
 from specdec_jax.drafts.dynamic import model_draft
 from specdec_jax.drafts.heads import AnyConfig, DraftHead
 from specdec_jax.drafts.other_vocabulary import OtherVocabularyModel, other_vocabulary_params
-from specdec_jax.drafts.prompt_lookup import prompt_lookup
 from specdec_jax.errors import InputError, require_count
 from specdec_jax.models.config import named_dtype
 from specdec_jax.models.families import Config, config_of, model_of
@@ -39,15 +40,14 @@ from specdec_jax.pair import Pair
 from specdec_jax.xla import default_cache_dir, enable_compile_cache
 
 OutputTokens = Callable[[Vocabulary], Sequence[int]]
-DraftFn = Callable[[Loaded], DraftSpec]  # such as `speculator` or `drafts.prompt_lookup`
 
 ASSETS = pathlib.Path(__file__).parent / "assets"
 EMBEDDED = ASSETS / "multi30k_ende"
 
 
 def load_pair(
-  target: Any = str(EMBEDDED / "target"),
-  draft: Any = None,
+  target: str | Any = str(EMBEDDED / "target"),
+  draft: str | LoadsDraft | Any = None,
   vocabulary: str | Vocabulary | None = None,
   task: str | None = None,
   dtype: str = "float32",
@@ -58,7 +58,7 @@ def load_pair(
   kernels: str = "auto",
   weights: LoadedWeights = "float",
   draft_weights: LoadedWeights | None = None,
-  verifier: Callable[[Sampling], Verifier] = TokenVerifier,
+  verifier: str | Callable[[Sampling], Verifier] = TokenVerifier,
   source_language: str | None = None,
 ) -> Pair:
   """Load a target and a draft; by default, load the bundled pair.
@@ -69,10 +69,11 @@ def load_pair(
     target: checkpoint of the target (of T5X, Orbax, Hugging Face or this project, local or
       `gs://`), or its name on the Hugging Face Hub. Or a model in memory: a PyTorch model of
       transformers, or (config, parameters); see `checkpoints.huggingface.open_in_memory`.
-    draft: the same for a separate model, or for a draft head that was trained on this target's
-      hidden states; or a function that loads a draft for a `Loaded` target. By default, the
-      bundled target has its own draft head, and any other target copies from its source
-      (`prompt_lookup`).
+    draft: a name in `registry.DRAFTS`, such as 'prompt_lookup' (a folder of that name is
+      './prompt_lookup'); or a checkpoint as for `target`, of a separate model or of a draft head
+      that was trained on this target's hidden states; or a function that loads a draft for a
+      `Loaded` target, such as `registry.draft` returns. By default, the bundled target has its own
+      draft head, and any other target copies from its source ('prompt_lookup').
     vocabulary: vocabulary, or path of its file, or a Hugging Face folder or name. By default, the
       vocabulary in the folder of the target or, for pairs of this project, next to it. A target in
       memory requires this argument.
@@ -99,7 +100,8 @@ def load_pair(
     draft_weights: the same for a draft that is a separate model; outputs keep the target's
       distribution with any value. By default as `weights` if that is 'int8' or 'int4'; 'int8' if
       `dtype` is 'bfloat16' and `kernels.skinny` is used, which is faster; otherwise 'stored'.
-    verifier: `Verifier` class, or a function from a sampling method to a verifier.
+    verifier: a name in `registry.VERIFIERS`, or a function from a sampling method to a verifier,
+      such as a class.
     source_language: language of the sources of a multilingual target, by the name of its token,
       such as 'fra_Latn' (NLLB), 'fr_XX' (mBART-50) or 'fr' (M2M100). By default, the language that
       the files of the tokenizer set.
@@ -125,7 +127,9 @@ def load_pair(
   )
   bundled = is_bundled(checkpoint)
   if draft is None:
-    draft = str(EMBEDDED / "conditioned") if bundled else prompt_lookup
+    draft = str(EMBEDDED / "conditioned") if bundled else "prompt_lookup"
+  if isinstance(draft, str) and draft in registry.DRAFTS:
+    draft = registry.draft(draft)
   if callable(draft) and not is_in_memory(draft):
     drafted = draft(loaded)
   else:
@@ -154,26 +158,27 @@ def load_pair(
   if max_source_tokens is None:
     max_source_tokens = num_positions(model) or 512
   task = EMBEDDED.name if task is None and bundled else task
-  return Pair(loaded, drafted, verifier, task, max_source_tokens)
+  verify = registry.verifier(verifier) if isinstance(verifier, str) else verifier
+  return Pair(loaded, drafted, verify, task, max_source_tokens)
 
 
 def checkpoint_draft(
   target: Loaded,
   model: str = str(EMBEDDED / "draft"),
-  dtype: str = "float32",
+  dtype: str | None = None,
   kernels: str = "auto",
   weights: LoadedWeights | None = None,
   output_tokens: OutputTokens | None = None,
   vocabulary: str | None = None,
 ) -> DraftSpec:
-  """Load a model from a checkpoint as a draft, for example for a composed draft.
-
-  `dtype` and `kernels` are those of `load_pair`.
+  """Load a model or a draft head from a checkpoint as a draft, for example for a composed draft.
 
   Args:
-    model: checkpoint of the model, or its name on the Hugging Face Hub.
-    weights: see `load_pair`; by default 'int8' if `dtype` is 'bfloat16' and `kernels.skinny` is
-      used, otherwise 'stored'.
+    model: checkpoint of the model, or its name on the Hugging Face Hub; by default the separate
+      draft model of the bundled target. A head has no `dtype`, `kernels` and `vocabulary`.
+    dtype: see `load_pair`; by default the target's.
+    kernels: see `load_pair`.
+    weights: see `draft_weights` of `load_pair`.
     output_tokens: function from a vocabulary to the tokens that the draft may propose, such as
       `frequent_tokens` with its other arguments bound; by default, all tokens.
     vocabulary: the model's own vocabulary, if it is not that of the pair: path of the file, or a
@@ -181,10 +186,23 @@ def checkpoint_draft(
       (`drafts.other_vocabulary`).
   """
   opened = open_checkpoint(model)
+  if isinstance(opened.config, DraftHead):
+    return speculator(target, model, weights, output_tokens)
+  own = config_of(target.model)
+  dtype = _of_device(dtype or ("float32" if own is None else jnp.dtype(own.dtype).name))
+  if weights is None and own is not None and own.weights in LARGEST:
+    weights = own.weights
   words = opened.open_vocabulary(vocabulary) if vocabulary else target.vocabulary
   tokens = output_tokens and output_tokens(words)
   drafting, params = load_model(
-    "draft", opened, words, _of_device(dtype), kernels, weights, output_tokens=tokens
+    "draft",
+    opened,
+    words,
+    dtype,
+    kernels,
+    weights,
+    other_arrays=target.params,
+    output_tokens=tokens,
   )
   config = drafting.config
   name = draft_name(opened.name, config)
@@ -202,7 +220,27 @@ def checkpoint_draft(
   return DraftSpec(name, functools.partial(model_draft, drafting), params, opened.recorded_path)
 
 
-def frequent_tokens(vocabulary: Vocabulary, path: str, count: int) -> list[int]:
+def other_vocabulary_draft(
+  target: Loaded,
+  model: str = str(EMBEDDED / "draft"),
+  draft_vocabulary: str = str(EMBEDDED / "vocabulary.model"),
+) -> DraftSpec:
+  """Load a model with a vocabulary of its own as a draft (TLI; Timor et al., 2025)."""
+  return checkpoint_draft(target, model, vocabulary=draft_vocabulary)
+
+
+def frequent_tokens_draft(
+  target: Loaded,
+  target_text: str,
+  model: str = str(EMBEDDED / "draft"),
+  num_output_tokens: int = 2000,
+) -> DraftSpec:
+  """Load a model that proposes only the most frequent tokens of a text (FR-Spec)."""
+  tokens = functools.partial(frequent_tokens, target_text=target_text, count=num_output_tokens)
+  return checkpoint_draft(target, model, output_tokens=tokens)
+
+
+def frequent_tokens(vocabulary: Vocabulary, target_text: str, count: int) -> list[int]:
   """Return the most frequent tokens of a text file and EOS, in ascending order (FR-Spec).
 
   The file has one output of the task per line. A draft with these output tokens
@@ -211,7 +249,7 @@ def frequent_tokens(vocabulary: Vocabulary, path: str, count: int) -> list[int]:
   """
   require_count("count", count)
   counts = np.zeros(len(vocabulary), np.int64)
-  for line in read_lines(path):
+  for line in read_lines(target_text):
     np.add.at(counts, vocabulary.encode_target(line), 1)
   counts[vocabulary.eos_id] = counts.max() + 1
   return sorted(np.argsort(-counts, kind="stable")[:count].tolist())
@@ -342,10 +380,7 @@ def _with_vocabulary(role: str, checkpoint: Checkpoint, vocabulary: Vocabulary) 
   """Return the config of a model with its vocabulary; raise InputError if they do not agree."""
   where, advice = f"The {role} in {checkpoint.path}", "target, draft and vocabulary must agree"
   if role == "draft":
-    advice += (
-      ", unless `vocabulary` of checkpoint_draft is the draft's own "
-      "(gin/drafts/other_vocabulary.gin)"
-    )
+    advice += ", unless the draft has a vocabulary of its own (--draft other_vocabulary)"
   config = checkpoint.config
   size, rows = len(vocabulary), config.vocab_size
   if rows == padded_size(size):

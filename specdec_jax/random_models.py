@@ -8,9 +8,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from specdec_jax import load
+from specdec_jax import load, registry
 from specdec_jax.checkpoints.checkpoint import ShardingsFn, make_shardings, param_shapes
-from specdec_jax.core.types import DraftSpec, Loaded, Model
+from specdec_jax.core.sampling import Sampling
+from specdec_jax.core.types import DraftSpec, Loaded, LoadsDraft, Model, Verifier
+from specdec_jax.core.verify.tokens import TokenVerifier
 from specdec_jax.data.vocabularies import open_vocabulary
 from specdec_jax.data.vocabulary import Vocabulary
 from specdec_jax.drafts.dynamic import model_draft
@@ -27,7 +29,7 @@ from specdec_jax.pair import Pair
 
 def random_pair(
   target: str,
-  draft: str | load.DraftFn,
+  draft: str | LoadsDraft,
   alpha: float,
   version: str | float = "1.1",
   dtype: str = "float32",
@@ -39,6 +41,7 @@ def random_pair(
   weights: Weights = "float",
   draft_weights: Weights | None = None,
   num_output_tokens: int | None = None,
+  verifier: str | Callable[[Sampling], Verifier] = TokenVerifier,
 ) -> Pair:
   """Return a pair of models with named sizes, random weights and a simulated acceptance rate.
 
@@ -48,7 +51,7 @@ def random_pair(
 
   Args:
     target: size of the target M_p; see `named_config`.
-    draft: size of the draft M_q, or a function that loads a draft for a `Loaded` target.
+    draft: size of the draft M_q, a name in `registry.DRAFTS`, or a function that loads a draft.
     alpha: simulated acceptance rate.
     version: version of T5 ('1.0' or '1.1'), another family of encoder-decoders, such as 't5gemma',
       or a family of decoder-only models; see `named_config`.
@@ -60,7 +63,9 @@ def random_pair(
   config, params = random_model(target, version, kind, words, shardings, kernels, weights)
   model = SimulatedModel(model_of(config), alpha, words.eos_id)
   loaded = Loaded(size_name(version, target), model, params, words)
-  if isinstance(draft, str):
+  if isinstance(draft, str) and draft in registry.DRAFTS:
+    draft = registry.draft(draft)
+  elif isinstance(draft, str):
     draft = functools.partial(
       random_draft,
       size=draft,
@@ -71,9 +76,11 @@ def random_pair(
       weights=weights if draft_weights is None else draft_weights,
       num_output_tokens=num_output_tokens,
     )
+  verify = registry.verifier(verifier) if isinstance(verifier, str) else verifier
   return Pair(
     loaded,
     draft(loaded),
+    verify,
     task=f"simulated, alpha {model.alpha:g}",
     max_source_tokens=max_source_tokens,
   )

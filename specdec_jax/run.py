@@ -19,12 +19,14 @@ import sys
 import tokenize
 import traceback
 import warnings
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import gin
 from absl import flags
 
-from specdec_jax import __version__, gin_files
+from specdec_jax import __version__, flag_values, gin_files, registry
+from specdec_jax.core.types import LoadsDraft
 from specdec_jax.errors import InputError
 from specdec_jax.xla import default_cache_dir, enable_compile_cache
 
@@ -33,7 +35,14 @@ usage: specdec NAME [flags], or python -m specdec_jax.run --gin_file=FILE [flags
        specdec NAME --help prints the settings of a run
 """
 _CHECKPOINTS = "gin/models/checkpoints.gin"  # parsed if a flag sets one of its macros, below
-_CHECKPOINT_MACROS = {"TARGET", "DRAFT", "VOCABULARY", "EXTRA_IDS", "DTYPE"}
+_CHECKPOINT_MACROS = ("TARGET", "VOCABULARY", "EXTRA_IDS", "DTYPE")
+_NAMES = {"draft": registry.DRAFTS, "verifier": registry.VERIFIERS}
+_IMPORTS = (  # of the bindings of named drafts and verifiers
+  "from __gin__ import dynamic_registration",
+  "from specdec_jax import load",
+  "from specdec_jax import random_models",
+  "from specdec_jax import registry",
+)
 
 
 def run(experiment: Callable[[], object]) -> None:
@@ -46,7 +55,7 @@ def main(argv: Sequence[str]) -> int:
 
   Args:
     argv: name of the program; name of a run (`gin_files.runs`), which values of its setting NAMES
-      may follow; flags. A flag that `_flags` does not define sets a macro (`to_bindings`).
+      may follow; flags. A flag that `_flags` does not define is a setting (`to_bindings`).
 
   Returns:
     Exit status: 0 for success; 2 for an InputError or OSError, with a message on stderr; 130 after
@@ -55,19 +64,19 @@ def main(argv: Sequence[str]) -> int:
   warnings.formatwarning = lambda message, *_: f"warning: {message}\n"
   try:
     values = _flags()
-    names, bindings = to_bindings(values(argv, known_only=True)[1:])
-    files = [str(gin_files.find_run(name)) for name in names[:1]] + values.gin_file
+    arguments, files = values(argv, known_only=True)[1:], list(values.gin_file)
+    if arguments and not arguments[0].startswith("-"):
+      files.insert(0, str(gin_files.find_run(arguments.pop(0))))
     if values.version:
       print(f"specdec_jax {__version__}")
     elif values.help or len(argv) == 1:
-      print(_help_of_run(files, values) if files else _help(values))
+      print(_help_of_run(files, arguments, values) if files else _help(values))
     elif not files:
       raise InputError("no run was given; try quickstart, or --help.")
     else:
-      if names[1:]:
-        bindings.insert(0, f"NAMES = {tuple(names[1:])!r}")
       enable_compile_cache(values.jax_compilation_cache_dir)
-      parse_gin(files, [*values.gin_bindings, *bindings], values.gin_search_paths)
+      parse_files(files, values.gin_search_paths)
+      parse_bindings([*values.gin_bindings, *to_bindings(arguments)])
       gin.get_configurable(run)()
     sys.stdout.flush()
     return 0
@@ -105,27 +114,76 @@ def _flags() -> flags.FlagValues:
   return values
 
 
-def to_bindings(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
-  """Split arguments into words and flags, and return the words and the gin bindings of the flags.
+def to_bindings(arguments: Sequence[str]) -> list[str]:
+  """Return the gin bindings of flags and words, given the parsed files.
 
-  `--num_texts 5`, `--num-texts=5` and `--gin.NUM_TEXTS=5` become `NUM_TEXTS = 5`; `--dry_run` alone
-  becomes `DRY_RUN = True`. A value is a string unless it is a Python literal or a gin expression.
+  `--num_texts 5`, `--num-texts=5` and `--gin.NUM_TEXTS=5` become `NUM_TEXTS = 5`; a flag alone is
+  True. A text that begins with `@` or `%` is a reference or a macro of gin; otherwise, the type of
+  the setting tells how it is read (`flag_values.read`). `--draft` and `--verifier` take names
+  (`registry`), whose settings are flags too. Words are values of the setting NAMES.
+
+  Raises:
+    InputError: there is no such setting, its value is of another type, or the run takes no words.
   """
-  words, bindings, rest = [], [], list(arguments)
+  words, given, bindings = _split(arguments)
+  if {name.upper() for name in given} & {*_CHECKPOINT_MACROS} and "PAIR" in macros():
+    gin.parse_config_file(_CHECKPOINTS)
+  kinds = _kinds()
+  if words and "NAMES" not in kinds:
+    raise InputError(f"This run takes no words, and {', '.join(map(repr, words))} is given.")
+  if words:
+    bindings.append(f"NAMES = {tuple(words)!r}")
+  if "PAIR" in macros():
+    named = [each for part in _NAMES for each in _take_named(part, given, kinds)]
+    bindings += [*_IMPORTS, *named] if named else []
+  known = [*kinds, *(part.upper() for part in _NAMES if "PAIR" in macros())]
+  if unknown := {name for name in given if name.upper() not in kinds}:
+    raise InputError(f"There is no setting {_as_flags(unknown)}; there are {_as_flags(known)}.")
+  for name, text in given.items():
+    bindings.append(f"{name.upper()} = {_value(name, text, kinds[name.upper()])}")
+  return bindings
+
+
+def _split(arguments: Sequence[str]) -> tuple[list[str], dict[str, str | None], list[str]]:
+  """Return words; flags with their texts, or None; and bindings of flags that begin with --gin."""
+  words: list[str] = []
+  given: dict[str, str | None] = {}
+  bindings: list[str] = []
+  booleans, rest = {name for name, kind in _kinds().items() if kind is bool}, list(arguments)
   while rest:
-    flag, equals, value = rest.pop(0).partition("=")
+    flag, equals, text = rest.pop(0).partition("=")
     if not flag.startswith("--"):
-      words.append(flag + equals + value)
+      words.append(flag + equals + text)
       continue
-    if not equals:
-      value = rest.pop(0) if rest and not rest[0].startswith("--") else "True"
-    is_macro = not flag.startswith("--gin.")
-    name = flag[2:].replace("-", "_").upper() if is_macro else flag.removeprefix("--gin.")
-    bindings.append(f"{name} = {_gin_value(value)}")
-  return words, bindings
+    name = flag[2:].replace("-", "_")
+    follows = bool(rest) and not rest[0].startswith("--")
+    if follows and name.upper() in booleans:
+      follows = rest[0].lower() in ("true", "false")  # otherwise, it is a word
+    value = text if equals else rest.pop(0) if follows else None
+    if name.startswith("gin."):
+      bindings.append(f"{name.removeprefix('gin.')} = {_gin_value(value)}")
+    else:
+      given[name.lower()] = value
+  return words, given, bindings
 
 
-def _gin_value(text: str) -> str:
+def _value(name: str, text: str | None, kind: Any) -> str:
+  """Return the value of a flag as gin reads it."""
+  if text is None and bool in flag_values.members(kind):
+    return "True"
+  if text is None:
+    raise InputError(f"--{name} needs a value: {flag_values.described(kind)}.")
+  if text.startswith(("@", "%")):
+    return text
+  try:
+    return repr(flag_values.read(text, kind))
+  except ValueError as error:
+    raise InputError(f"--{name}: {error}.") from error
+
+
+def _gin_value(text: str | None) -> str:
+  if text is None:
+    return "True"
   if text.startswith(("@", "%", "(", "[", "{", "'", '"')):
     return text
   if text in ("true", "false"):
@@ -137,29 +195,88 @@ def _gin_value(text: str) -> str:
   return text
 
 
+class _Setting(NamedTuple):
+  """Setting of a named draft or verifier, which has a flag."""
+
+  parameter: str
+  kind: Any
+  default: Any
+
+
+def _settings_of(part: str, name: str, given: Mapping[str, str | None]) -> dict[str, _Setting]:
+  """Return the settings of a named draft, and of the drafts that flags name, or of a verifier."""
+  if part == "draft":
+    drafts = {"draft": given.get("base_draft"), "inner": given.get("inner")}
+    several = {"drafts": (given["drafts"] or "").split(",")} if "drafts" in given else {}
+    found = registry.draft_parameters(name, {k: x for k, x in drafts.items() if x} | several)
+  else:
+    found = registry.parameters(registry.VERIFIERS[name].path)
+  names = {LoadsDraft: str, Sequence[LoadsDraft]: Sequence[str]}  # or checkpoints
+  return {
+    registry.flag_of(each): _Setting(each, names.get(x.annotation, x.annotation), x.default)
+    for each, x in found.items()
+  }
+
+
+def _take_named(part: str, given: dict[str, str | None], kinds: Mapping[str, Any]) -> list[str]:
+  """Take the flag --draft or --verifier and those of its settings, and return their bindings."""
+  if part not in given:
+    return []
+  text = given.pop(part)
+  if text is None:
+    raise InputError(f"--{part} needs a value: a name, of which --help has a list.")
+  bindings, value = [], text if text.startswith(("@", "%")) else repr(text)
+  if text in _NAMES[part]:
+    value = f"@registry.{part}()"
+    bindings.append(f"registry.{part}.name = {text!r}")
+    for flag, setting in _settings_of(part, text, given).items():
+      at = f"registry.{part}.{setting.parameter}"
+      if flag == "target_text" and "TARGET_TEXT" in kinds:
+        bindings.append(f"{at} = %TARGET_TEXT")
+      elif flag in given and flag.upper() not in kinds:
+        bindings.append(f"{at} = {_value(flag, given.pop(flag), setting.kind)}")
+  elif part == "verifier" and value != text:
+    registry.verifier(text)  # raises that there is no such name
+  bindings.append(f"{part.upper()} = {value}")
+  for function in ("load.load_pair", "random_models.random_pair"):
+    bindings.append(f"{function}.{part} = %{part.upper()}")
+  return bindings
+
+
 def parse_gin(
   files: Sequence[str], bindings: Sequence[str] = (), search_paths: Sequence[str] = ()
 ) -> None:
-  """Parse gin files, then bindings 'name = value', which override those in the files.
+  """Parse gin files, then bindings, which override those in the files."""
+  parse_files(files, search_paths)
+  parse_bindings(bindings)
+
+
+def parse_files(files: Sequence[str], search_paths: Sequence[str] = ()) -> None:
+  """Parse gin files, which are in the current folder, in `search_paths` or in this project."""
+  del gin.config._FILE_READERS[1:]  # they would search Python packages, and import these
+  for folder in (*search_paths, str(gin_files.HOME)):
+    gin.add_config_file_search_path(folder)
+  for file in files:
+    gin.parse_config_file(file)
+
+
+def parse_bindings(bindings: Sequence[str]) -> None:
+  """Parse bindings 'name = value' after the files, and bind parameters to macros of their name.
 
   A macro is also the value of the parameter of the run's function that has its name in lower case,
-  unless a file binds the parameter. If the files define the macro PAIR, bindings may also set the
-  macros of gin/models/checkpoints.gin.
+  unless a file binds the parameter; and of such a field of the run's `GenerationConfig`.
 
   Raises:
     InputError: a binding is invalid, or sets a macro that no file defines or uses and that is not a
-      parameter of the run's function; a required macro has no value.
+      setting of the run's function; a required macro has no value.
   """
-  _parse_files(files, search_paths)
   names = {binding.partition("=")[0].strip() for binding in bindings}
-  if (names - {*macros()}) & _CHECKPOINT_MACROS and "PAIR" in macros():
-    gin.parse_config_file(_CHECKPOINTS)
   known = {*macros()}
   try:
     gin.parse_config(bindings)
-    selector, parameters = _parameters()
-    known |= {name.upper() for name in parameters}
-    for name in parameters:
+    parameters = _parameters()
+    known |= {name.upper() for name in (*parameters, *(_NAMES if "PAIR" in macros() else ()))}
+    for name, (selector, _) in parameters.items():
       if name.upper() in macros():
         gin.parse_config(f"{selector}.{name} = %{name.upper()}")
     references = gin.config.iterate_references(gin.config._CONFIG)
@@ -174,23 +291,51 @@ def parse_gin(
     raise InputError(str(error)) from error
 
 
-def _parse_files(files: Sequence[str], search_paths: Sequence[str]) -> None:
-  del gin.config._FILE_READERS[1:]  # they would search Python packages, and import these
-  for folder in (*search_paths, str(gin_files.HOME)):
-    gin.add_config_file_search_path(folder)
-  for file in files:
-    gin.parse_config_file(file)
+def _parameters() -> dict[str, tuple[str, inspect.Parameter]]:
+  """Return settings that no file binds, each with the gin selector of its function.
 
-
-def _parameters() -> tuple[str, dict[str, inspect.Parameter]]:
-  """Return the gin selector of the run's function, and its parameters that no file binds."""
+  These are the parameters of the run's function, and the fields of its `generation`.
+  """
   experiment = gin.get_bindings(run, resolve_references=False).get("experiment")
   if not isinstance(experiment, gin.config.ConfigurableReference):
-    return "", {}
+    return {}
   selector = experiment.scoped_selector
   bound = gin.get_bindings(selector, resolve_references=False)
   parameters = inspect.signature(experiment.configurable.wrapped).parameters
-  return selector, {name: x for name, x in parameters.items() if name not in bound}
+  found = {name: (selector, x) for name, x in parameters.items() if name not in bound}
+  generation = bound.get("generation")
+  if isinstance(generation, gin.config.ConfigurableReference):
+    selector = generation.scoped_selector
+    fields = inspect.signature(generation.configurable.wrapped).parameters
+    bound = gin.get_bindings(selector, resolve_references=False)
+    others = {name: (selector, x) for name, x in fields.items() if name not in bound}
+    found = {name: x for name, x in others.items() if name.upper() not in macros()} | found
+  return found
+
+
+def _kinds() -> dict[str, Any]:
+  """Return the type of each setting: of the parameter that it is bound to, or of its value."""
+  kinds = {name.upper(): x.annotation for name, (_, x) in _parameters().items()}
+  for name, value in macros().items():
+    kinds.setdefault(name, _kind_of(value))
+  for (_, selector), bound in gin.config._CONFIG.items():
+    for parameter, value in bound.items():
+      if isinstance(value, gin.config.ConfigurableReference) and (
+        value.configurable.selector == "gin.macro"
+      ):
+        function = gin.config._REGISTRY[selector].wrapped
+        x = inspect.signature(function).parameters.get(parameter)
+        if selector != "gin.macro" and x is not None:
+          kinds[value.config_key[0]] = x.annotation
+  return kinds
+
+
+def _kind_of(value: object) -> Any:
+  if isinstance(value, gin.config.ConfigurableReference) and value.evaluate:
+    return inspect.signature(value.configurable.wrapped).return_annotation
+  if isinstance(value, (list, tuple)):
+    return Sequence[type(value[0])] if value else Sequence  # type: ignore[misc]
+  return type(value) if isinstance(value, (bool, int, float, str)) else Any
 
 
 def macros() -> dict[str, object]:
@@ -210,18 +355,32 @@ def _help(values: flags.FlagValues) -> str:
   return "\n".join([*lines, values.module_help(__name__)])
 
 
-def _help_of_run(files: Sequence[str], values: flags.FlagValues) -> str:
-  _parse_files(files, values.gin_search_paths)
+def _help_of_run(files: Sequence[str], arguments: Sequence[str], values: flags.FlagValues) -> str:
+  parse_files(files, values.gin_search_paths)
   lines = [_USAGE, *(gin_files.header(file) for file in files), "", "Settings:"]
-  defaults = {name.upper(): x.default for name, x in _parameters()[1].items()}
-  for name, value in {**defaults, **macros()}.items():  # as a shell reads them
-    text = "(required)" if value is inspect.Parameter.empty else repr(value)
-    if inspect.isfunction(value):
-      text = f"@{value.__name__}"
-    lines.append(f"  --{name.lower()} {shlex.quote(value if type(value) is str else text)}")
-  if "PAIR" in macros():
-    lines += ["", f"Your own models ({_CHECKPOINTS}): {_as_flags(_CHECKPOINT_MACROS)}"]
+  defaults = {name.upper(): x.default for name, (_, x) in _parameters().items()}
+  lines += [_setting(name, value) for name, value in {**defaults, **macros()}.items()]
+  if "PAIR" not in macros():
+    return "\n".join(lines)
+  given = _split(arguments)[1]
+  for part, entries in _NAMES.items():
+    name = given.get(part)
+    if name in entries:
+      lines += ["", f"Settings of --{part} {name}, which is for: {entries[name].use}"]
+      found = _settings_of(part, name, given)
+      lines += [_setting(flag, setting.default) for flag, setting in found.items()]
+    else:
+      lines += ["", f"Values of --{part}; with --help too, one prints its settings:"]
+      lines += [f"  {each:<25} {entry.use}" for each, entry in entries.items()]
+  lines += ["", f"Your own models ({_CHECKPOINTS}): {_as_flags((*_CHECKPOINT_MACROS, 'DRAFT'))}"]
   return "\n".join(lines)
+
+
+def _setting(name: str, value: object) -> str:
+  text = "(required)" if value is inspect.Parameter.empty else repr(value)
+  if inspect.isfunction(value):
+    text = f"@{value.__name__}"
+  return f"  --{name.lower()} {shlex.quote(value if type(value) is str else text)}"
 
 
 def command() -> None:

@@ -57,7 +57,7 @@ def test_greedy_siblings_of_a_tree():
 @pytest.mark.usefixtures("unchecked")
 def test_draft_sampling_overrides_the_sampling_of_the_draft():
   target, tree = tiny_pair.pair().target, chain(3)
-  factory = draft_sampling(target, named("a"), temperature=0.5, top_k=3)
+  factory = draft_sampling(target, named("a"), draft_temperature=0.5, draft_top_k=3)
   assert factory.name == "a (temperature 0.5, top_k 3)" and factory.params == "A"
   assert factory.build(Sampling(top_p=0.9), tree) == (Sampling(0.5, 3, 0.9), tree)
   assert factory.build(GREEDY, tree) == (GREEDY, tree)  # the argmax is the best draft token

@@ -18,18 +18,18 @@ from specdec_jax.load import load_pair
 
 GIN = pathlib.Path(__file__).resolve().parents[1] / "gin"
 RUNS = sorted(path.stem for path in (GIN / "runs").glob("*.gin"))
-# Files that change the pair, the task, the draft or the verifier of a run. test_tasks.py tests the
+# Files that change the pair or the task of a run. test_tasks.py tests the
 # tasks of seqio, whose module reads the environment when it is imported.
 AFTER = [
   f"{kind}/{path.stem}"
-  for kind in ("models", "tasks", "drafts", "verifiers")
+  for kind in ("models", "tasks")
   for path in sorted((GIN / kind).glob("*.gin"))
   if path.stem not in ("cnn_dm", "finetune_t5", "training_text", "wmt_ende")
 ]
 # Files that are read after another one.
 BEFORE = {
-  "drafts/random_hierarchical": "models/random",
-  "drafts/random_speculator": "models/random",
+  "models/random_hierarchical": "models/random",
+  "models/random_speculator": "models/random",
   "models/sharded": "models/random",
 }
 
@@ -59,7 +59,7 @@ def test_run_parses(name):
 
 
 @pytest.mark.parametrize("name", AFTER)
-def test_run_parses_with_a_model_task_draft_or_verifier(name):
+def test_run_parses_with_a_model_or_task(name):
   if name == "models/checkpoints":
     with pytest.raises(InputError, match="TARGET"):  # it has no default
       parse("runs/speedup", name)
@@ -126,7 +126,7 @@ def test_data_folder_of_the_environment_is_used(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("name", ["tasks/articles", "models/gpt2"])
 def test_text_of_another_task_is_not_the_default_of_ngrams(name):
-  assert value_of("TARGET_TEXT", "runs/speedup", name, "drafts/ngrams") == "outputs.txt"
+  assert value_of("TARGET_TEXT", "runs/speedup", name) == "outputs.txt"
 
 
 def test_bundled_captions_have_a_translation_each():

@@ -126,7 +126,7 @@ def test_scales_are_sharded_like_the_columns_of_their_matrices():
 
 
 def restricted(count: int = 12):
-  return functools.partial(frequent_tokens, path=outputs(), count=count)
+  return functools.partial(frequent_tokens, target_text=outputs(), count=count)
 
 
 def q_of(pair, num_tokens: int = 6):

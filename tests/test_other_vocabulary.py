@@ -258,7 +258,7 @@ def test_permuted_vocabulary_does_not_change_the_rounds():
 
 def test_error_of_a_draft_with_another_vocabulary_says_what_to_do():
   target, words = (str(tiny_pair.folder() / name) for name in ("target", "vocabulary.model"))
-  with pytest.raises(InputError, match="checkpoint_draft.*gin/drafts/other_vocabulary.gin"):
+  with pytest.raises(InputError, match="a vocabulary of its own .--draft other_vocabulary"):
     load_pair(target, str(tiny_pair.folder() / "small"), words)
 
 

@@ -3,6 +3,8 @@
 import functools
 import os
 import pathlib
+import re
+import shlex
 import subprocess
 import sys
 import tomllib
@@ -19,7 +21,19 @@ from specdec_jax.xla import enable_compile_cache
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 
 EXPERIMENT = """
-def work(output_dir, gamma=1, fault=None):
+from collections.abc import Sequence
+from typing import Any, Literal
+
+def work(
+  output_dir: str,
+  gamma: int | Literal["auto"] = 1,
+  fault: str | None = None,
+  trees: Sequence[Sequence[int]] = (),
+  top_p: float = 1.0,
+  dry_run: bool = False,
+  words: Sequence[str] = (),
+  anything: Any = None,
+):
   import os
   from specdec_jax.errors import InputError
   if fault == "input":
@@ -32,6 +46,9 @@ def work(output_dir, gamma=1, fault=None):
     raise KeyboardInterrupt
   os.makedirs(output_dir, exist_ok=True)
   print(f"gamma {gamma!r}")
+
+def path(name="a/b") -> str:
+  return name
 
 def compile_something(names=()):
   import jax
@@ -116,30 +133,68 @@ def test_macro_is_the_value_of_a_parameter_that_no_file_binds(folder, capsys, bi
   assert output(capsys, "--gin_file=work.gin", OUT) == f"gamma {gamma}\n"
 
 
+@pytest.fixture
+def parsed(folder):
+  """Parse a run whose settings have several types."""
+  (folder / "work.gin").write_text(
+    GIN + "GAMMAS = (3, 5)\nPREFIX = ''\nINPUT = @tiny_work.path()\n"
+  )
+  run.parse_files(["work.gin"])
+  yield
+  gin.clear_config()
+
+
 @pytest.mark.parametrize(
   "arguments, expected",
   [
-    (["--gamma", "5"], ["GAMMA = 5"]),
-    (["--temperature=1.0"], ["TEMPERATURE = 1.0"]),
-    (["--gamma", "auto", "word"], ["GAMMA = 'auto'"]),
-    (["--gamma", "-1"], ["GAMMA = -1"]),
-    (["--input", "file.txt"], ["INPUT = 'file.txt'"]),
-    (["--input", "-"], ["INPUT = '-'"]),
-    (["--prefix", "to German: "], ["PREFIX = 'to German: '"]),
-    (["--prefix="], ["PREFIX = ''"]),
-    (["--gammas", "(3, 5)"], ["GAMMAS = (3, 5)"]),
-    (["--verifiers", "[@blocks.BlockVerifier]"], ["VERIFIERS = [@blocks.BlockVerifier]"]),
-    (["--texts=%INPUT"], ["TEXTS = %INPUT"]),
-    (["--dry_run", "false"], ["DRY_RUN = False"]),
-    (["--dry_run"], ["DRY_RUN = True"]),
-    (["--dry-run", "--seed", "1"], ["DRY_RUN = True", "SEED = 1"]),
-    (["--gin.GAMMA=7"], ["GAMMA = 7"]),
-    (["--gin.work.path=a/b"], ["work.path = 'a/b'"]),
+    ("--gamma 5", "GAMMA = 5"),
+    ("--gamma=auto", "GAMMA = 'auto'"),
+    ("--gamma %OTHER", "GAMMA = %OTHER"),
+    ("--top_p 1", "TOP_P = 1.0"),
+    ("--fault 2014", "FAULT = '2014'"),
+    ("--fault None", "FAULT = None"),
+    ("--prefix '[S2S] '", "PREFIX = '[S2S] '"),
+    ("--prefix -", "PREFIX = '-'"),
+    ("--prefix=", "PREFIX = ''"),
+    ("--input 2014", "INPUT = '2014'"),
+    ("--input @tiny_work.path()", "INPUT = @tiny_work.path()"),
+    ("--gammas 3", "GAMMAS = (3,)"),
+    ("--gammas 3,5", "GAMMAS = (3, 5)"),
+    ("--gammas '(3, 5)'", "GAMMAS = (3, 5)"),
+    ("--gammas [3]", "GAMMAS = [3]"),
+    ("--trees 0,0,1", "TREES = ((0, 0, 1),)"),
+    ("--trees '[[0], [0, 1]]'", "TREES = [[0], [0, 1]]"),
+    ("--words a,b", "WORDS = ('a', 'b')"),
+    ("--anything 3", "ANYTHING = 3"),
+    ("--anything 3x", "ANYTHING = '3x'"),
+    ("--dry_run false", "DRY_RUN = False"),
+    ("--dry_run", "DRY_RUN = True"),
+    ("--dry-run --gamma 1", "DRY_RUN = True, GAMMA = 1"),
+    ("--gin.GAMMA=7", "GAMMA = 7"),
+    ("--gin.GAMMA 7", "GAMMA = 7"),
+    ("--gin.work.path=a/b", "work.path = 'a/b'"),
   ],
-  ids=str,
 )
-def test_flags_become_bindings(arguments, expected):
-  assert run.to_bindings(arguments)[1] == expected
+def test_type_of_a_setting_tells_how_its_flag_is_read(parsed, arguments, expected):
+  assert ", ".join(run.to_bindings(shlex.split(arguments))) == expected
+
+
+@pytest.mark.parametrize(
+  "arguments, words",
+  [
+    ("--gamma 1.5", "--gamma: '1.5' is not a whole number or 'auto'."),
+    ("--gamma --top_p 1", "--gamma needs a value: a whole number or 'auto'."),
+    ("--gamma", "--gamma needs a value"),
+    ("--top_p high", "--top_p: 'high' is not a number."),
+    ("--gammas 3,x", "--gammas: '3,x' is not a list of which each is a whole number."),
+    ("--dry_run 3", "This run takes no words, and '3' is given."),
+    ("--gamma 3 5", "This run takes no words, and '5' is given."),
+    ("--draft ngrams", "There is no setting --draft"),  # the run loads no pair
+  ],
+)
+def test_flag_of_another_type_is_reported(parsed, arguments, words):
+  with pytest.raises(InputError, match=re.escape(words)):
+    run.to_bindings(shlex.split(arguments))
 
 
 @pytest.mark.parametrize(
@@ -190,7 +245,8 @@ def test_help_of_a_run_has_its_comment_and_its_settings(folder, capsys):
   (folder / "more.gin").write_text("# Includes a file.\ninclude 'work.gin'\nBEAMS = None\n")
   said = output(capsys, "--gin_file=more.gin", "--help")
   assert "\nIncludes a file.\n" in said
-  assert "  --output_dir %gin.REQUIRED\n  --gamma 4\n  --fault None\n  --beams None" in said
+  for line in ("--output_dir %gin.REQUIRED", "--gamma 4", "--fault None", "--beams None"):
+    assert f"  {line}\n" in f"{said}\n"
   assert "--target" not in said
   said = output(capsys, "speedup", "-h")
   assert "  --prefix ''\n" in said and "  --output_dir runs/speedup\n" in said
@@ -208,15 +264,15 @@ def test_help_of_a_run_has_its_comment_and_its_settings(folder, capsys):
     (["--gin_file=work.gin"], ["OUTPUT_DIR", "%gin.REQUIRED"]),
     (
       ["--gin_file=work.gin", OUT, "--gama", "3"],
-      ["no setting --gama; there are --fault, --gamma, --out"],
+      ["no setting --gama; there are --anything, --dry_run, --fault, --gamma, --out"],
     ),
     (
       ["--gin_file=work.gin", OUT, "--gin.GAMA=3"],
-      ["no setting --gama; there are --fault, --gamma"],
+      ["no setting --gama; there are --anything, --dry_run, --fault, --gamma"],
     ),
     (["--gin_file=work.gin", OUT, "--gin_bindings=GAMA=3"], ["no setting --gama; there are"]),
     (["--gin_file=work.gin", OUT, "--target=3"], ["no setting --target"]),
-    (["--gin_file=work.gin", OUT, "--gin.GAMMA=(3"], ["EOF"]),
+    (["--gin_file=work.gin", OUT, "--gin.GAMMA=(3"], ["Expected"]),
     (["--gin_file=work.gin", OUT, "--gin.work.gama=3"], ["parameter named 'gama'"]),
     (["--gin_file=work.gin", OUT, "--gin.play.gamma=3"], ["play"]),
   ],
@@ -257,7 +313,7 @@ def test_installed_package_contains_the_gin_files_and_its_commit(tmp_path):
   assert printed.stdout == f"{tmp_path}/lib/specdec_jax/gin_files {machine.commit()}\n"
   # check.gin includes another file.
   result = run([sys.executable, "-m", "specdec_jax.run", "check", "--gama=3"])
-  assert "error: There is no setting --gama; there are --batch_sizes, " in result.stderr
+  assert "error: There is no setting --gama; there are --" in result.stderr
 
 
 def test_errors_and_exit_statuses(folder, capsys):

@@ -329,7 +329,7 @@ def test_file_of_a_task_gives_its_texts_to_every_run(tasks, texts_of, task, pref
 def test_ngrams_are_counted_in_targets_of_the_task(tasks, monkeypatch, tmp_path, task, fields):
   monkeypatch.chdir(ROOT)
   gin.clear_config()
-  for file in ("runs/speedup", f"tasks/{task}", "drafts/ngrams"):
+  for file in ("runs/speedup", f"tasks/{task}"):
     gin.parse_config_file(f"gin/{file}.gin")
   monkeypatch.chdir(tmp_path)
   with mocked({field: ["one\ntwo", "three"] for field in fields}):

@@ -597,7 +597,7 @@ def test_draft_token_of_target_probability_0_is_rejected_at_u_0(verifier, tree, 
 LOSSY = {
   "typical": lossy.TypicalVerifier(Sampling(), epsilon=0.3, delta=0.6),
   "top-beta": top_beta.TopBetaVerifier(Sampling(), beta=2, tau=0.7),
-  "rollback": bild.RollbackVerifier(Sampling(), threshold=1.4),
+  "rollback": bild.RollbackVerifier(Sampling(), rollback=1.4),
 }
 
 
@@ -628,8 +628,8 @@ def test_tokens_that_lossy_verifiers_accept():
   assert accepted_by(top_beta.TopBetaVerifier(Sampling(), beta=2, tau=9.0)) == [0, 1]
   assert accepted_by(top_beta.TopBetaVerifier(Sampling(), beta=4, tau=1.3)) == [0, 1, 2]
   assert accepted_by(top_beta.TopBetaVerifier(Sampling(), beta=4, tau=0.0)) == [0]
-  assert accepted_by(bild.RollbackVerifier(Sampling(), threshold=2.0)) == [0, 1, 2]
-  assert accepted_by(bild.RollbackVerifier(Sampling(), threshold=0.6)) == []
+  assert accepted_by(bild.RollbackVerifier(Sampling(), rollback=2.0)) == [0, 1, 2]
+  assert accepted_by(bild.RollbackVerifier(Sampling(), rollback=0.6)) == []
   # exp(-H) = 0.319: at least 0.09, or 0.3 of that.
   assert accepted_by(lossy.TypicalVerifier(Sampling())) == [0, 1, 2]
   assert accepted_by(lossy.TypicalVerifier(Sampling(), epsilon=0.2, delta=1.0)) == [0, 1]

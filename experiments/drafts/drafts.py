@@ -5,8 +5,7 @@ from collections.abc import Callable, Sequence
 
 from specdec_jax.core.loading import DecodeSettings
 from specdec_jax.core.sampling import Sampling
-from specdec_jax.core.types import Verifier
-from specdec_jax.drafts.composed import LoadsDraft
+from specdec_jax.core.types import LoadsDraft, Verifier
 from specdec_jax.measure.records import Record
 from specdec_jax.measure.report import Bar, Chart, Section, page
 from specdec_jax.measure.speed import speed_steps

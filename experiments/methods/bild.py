@@ -83,10 +83,10 @@ def methods(pair: Pair) -> dict[tuple[Any, ...], Any]:
   typical = dataclasses.replace(pair, verifier=TypicalVerifier)
   decodes = {**exact, ("typical", None, None, GAMMA): typical.decode_fn(GREEDY, chain(GAMMA))}
   for fallback, rollbacks in THRESHOLDS.items():
-    draft = functools.partial(hand_over_draft, draft=checkpoint_draft, threshold=fallback)
+    draft = functools.partial(hand_over_draft, draft=checkpoint_draft, fallback=fallback)
     handing_over = pair.with_draft(draft(pair.target))
     for rollback in rollbacks:
-      verifier = functools.partial(RollbackVerifier, threshold=rollback)
+      verifier = functools.partial(RollbackVerifier, rollback=rollback)
       bild = dataclasses.replace(handing_over, verifier=verifier)
       decodes["BiLD", fallback, rollback, LONG] = bild.decode_fn(GREEDY, chain(LONG))
   small = Decoder(pair.draft.build(GREEDY, chain(1)).model, NullDraft(), TokenVerifier(GREEDY))

@@ -294,7 +294,7 @@ def _advice(best: Layers, record: Record, num_measured: int, num_sets: int) -> s
       f"Best of {num_measured} of {num_sets} sets of layers: {record.models.draft}, with gamma "
       f"{record.settings.gamma} and a predicted speedup of {speedup:.2f}{slower}.",
       "To draft with these layers, add to a run:",
-      f"  --gin_file=gin/drafts/layer_skip.gin --gin.LAYERS='{best}'",
+      f"  --draft layer_skip --layers {','.join(map(str, best))}",
       "To train a head after these layers:",
       "  python -m specdec_jax.run --gin_file=gin/runs/train_speculator.gin \\",
       f"    --gin.KIND='\"early_exit\"' --gin.LAYERS='{best}'",

@@ -22,8 +22,9 @@ from specdec_jax.commands.train import train_speculator
 from specdec_jax.contrib.prompt_lookup_or_ngrams import prompt_lookup_or_ngrams
 from specdec_jax.core.loading import DecodeSettings
 from specdec_jax.core.sampling import Sampling
+from specdec_jax.core.types import LoadsDraft
 from specdec_jax.drafts.backoff import backoff_ngrams
-from specdec_jax.drafts.composed import LoadsDraft, forest_draft
+from specdec_jax.drafts.composed import forest_draft
 from specdec_jax.drafts.heads import new_head
 from specdec_jax.drafts.layer_skip import layer_skip
 from specdec_jax.drafts.prompt_lookup import prompt_lookup
@@ -178,11 +179,11 @@ def main() -> None:
   path = str(data / "train.target")
   drafts: list[LoadsDraft] = [
     prompt_lookup,
-    functools.partial(backoff_ngrams, path=path),
-    functools.partial(retrieval, path=path),
-    functools.partial(prompt_lookup_or_ngrams, path=path),
+    functools.partial(backoff_ngrams, target_text=path),
+    functools.partial(retrieval, target_text=path),
+    functools.partial(prompt_lookup_or_ngrams, target_text=path),
     functools.partial(
-      forest_draft, drafts=[prompt_lookup, functools.partial(retrieval, path=path)]
+      forest_draft, drafts=[prompt_lookup, functools.partial(retrieval, target_text=path)]
     ),
     functools.partial(speculator, path=str(head)),
     functools.partial(layer_skip, layers=(0, 1)),

@@ -21,10 +21,9 @@ from specdec_jax.checkpoints.checkpoint import LoadedWeights, param_shapes
 from specdec_jax.checkpoints.load import open_checkpoint
 from specdec_jax.checkpoints.save import save_huggingface
 from specdec_jax.core.sampling import Sampling
-from specdec_jax.core.types import DecodeResult, Params
+from specdec_jax.core.types import DecodeResult, LoadsDraft, Params
 from specdec_jax.data.vocabularies import open_vocabulary
 from specdec_jax.data.vocabulary import Vocabulary
-from specdec_jax.drafts.composed import LoadsDraft
 from specdec_jax.errors import InputError
 from specdec_jax.load import EMBEDDED, checkpoint_draft, is_bundled, load_pair
 from specdec_jax.measure.speed import own_baseline

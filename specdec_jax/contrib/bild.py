@@ -13,20 +13,20 @@ from jaxtyping import Bool, Float
 from specdec_jax.contrib.stopping import StoppingDraft, confidence
 from specdec_jax.core.sampling import Sampling
 from specdec_jax.core.trees import AnyTree
-from specdec_jax.core.types import DraftOptions, DraftSpec, Loaded
+from specdec_jax.core.types import DraftOptions, DraftSpec, Loaded, LoadsDraft
 from specdec_jax.core.verify.lossy import AcceptableTokens
-from specdec_jax.drafts.composed import LoadsDraft, build_model
+from specdec_jax.drafts.composed import build_model
 from specdec_jax.errors import require_number
 
 
-def hand_over_draft(target: Loaded, draft: LoadsDraft, threshold: float = 0.6) -> DraftSpec:
+def hand_over_draft(target: Loaded, draft: LoadsDraft, fallback: float = 0.6) -> DraftSpec:
   """Return a draft model that proposes tokens while it is confident (`HandOverDraft`; BiLD)."""
   model = draft(target)
 
   def build(sampling: Sampling, tree: AnyTree, options=DraftOptions()) -> HandOverDraft:
-    return HandOverDraft(build_model(model, sampling, tree, options), threshold)
+    return HandOverDraft(build_model(model, sampling, tree, options), fallback)
 
-  name = f"{model.name} (hands over below {threshold:g})"
+  name = f"{model.name} (hands over below {fallback:g})"
   return dataclasses.replace(model, name=name, build=build, path=None)
 
 
@@ -57,21 +57,21 @@ class HandOverDraft(StoppingDraft):
 class RollbackVerifier(AcceptableTokens):
   """Verifier that rolls back only where the target disagrees strongly (BiLD; Kim et al., 2023).
 
-  It accepts a token x if -log p(x) is at most `threshold`. The next token is sampled from p.
+  It accepts a token x if -log p(x) is at most `rollback`. The next token is sampled from p.
 
   Attributes:
-    threshold: maximum of -log p(x), in nats.
+    rollback: maximum of -log p(x), in nats.
   """
 
   sampling: Sampling
-  threshold: float = 5.0
+  rollback: float = 5.0
 
   def __post_init__(self):
-    object.__setattr__(self, "threshold", require_number("threshold", self.threshold, 0, math.inf))
+    object.__setattr__(self, "rollback", require_number("rollback", self.rollback, 0, math.inf))
 
   def acceptable(self, p: Float[Array, "*batch V"]) -> Bool[Array, "*batch V"]:
     """Return a mask of the tokens that are not rolled back."""
-    return p >= math.exp(-self.threshold)
+    return p >= math.exp(-self.rollback)
 
   def next_weights(
     self, p: Float[Array, "*batch V"], acceptable: Bool[Array, "*batch V"]

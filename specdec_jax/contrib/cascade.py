@@ -11,32 +11,34 @@ from specdec_jax.core.arrays import split_rows
 from specdec_jax.core.context import Context
 from specdec_jax.core.sampling import Sampling
 from specdec_jax.core.trees import AnyTree, Tree, chain, require_chain
-from specdec_jax.core.types import Draft, DraftOptions, DraftSpec, Loaded, Proposal
-from specdec_jax.drafts.composed import LoadsDraft, joined_spec, rereading
+from specdec_jax.core.types import Draft, DraftOptions, DraftSpec, Loaded, LoadsDraft, Proposal
+from specdec_jax.drafts.composed import joined_spec, rereading
 from specdec_jax.drafts.several import concatenated, require_joinable
 from specdec_jax.errors import InputError, require_count
 
 
-def cascade_draft(target: Loaded, drafts: Sequence[LoadsDraft], gammas: Sequence[int]) -> DraftSpec:
+def cascade_draft(
+  target: Loaded, drafts: Sequence[LoadsDraft], first_gammas: Sequence[int]
+) -> DraftSpec:
   """Return a draft that runs several drafts in sequence, usually from expensive to cheap.
 
   Args:
     drafts: drafts in the order in which they propose.
-    gammas: number of draft tokens of each draft except the last one, which proposes the rest.
+    first_gammas: number of draft tokens of each draft except the last one, which proposes the rest.
   """
-  if len(gammas) != len(drafts) - 1:
+  if len(first_gammas) != len(drafts) - 1:
     raise InputError(
-      f"There are {len(drafts)} drafts in a row and {len(gammas)} gammas; give one gamma for each "
-      "draft except the last, which proposes the rest."
+      f"There are {len(drafts)} drafts in a row and {len(first_gammas)} gammas; give one gamma for "
+      "each draft except the last, which proposes the rest."
     )
-  for gamma in gammas:
+  for gamma in first_gammas:
     require_count("gamma", gamma)
   specs = [draft(target) for draft in drafts]
 
   def build(sampling: Sampling, tree: AnyTree, options=DraftOptions()) -> CascadeDraft:
     require_chain("a cascade", tree)
     built, missing = [], tree.depth
-    for spec, gamma in zip(specs, (*gammas, tree.depth)):
+    for spec, gamma in zip(specs, (*first_gammas, tree.depth)):
       if missing:
         # A draft has not processed what a round commits, nor the tokens of the drafts before it.
         reread = tree.depth + 1 + tree.depth - missing

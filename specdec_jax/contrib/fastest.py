@@ -14,8 +14,16 @@ from specdec_jax.core.arrays import gather
 from specdec_jax.core.context import Context
 from specdec_jax.core.sampling import Sampling
 from specdec_jax.core.trees import AnyTree, Tree, require_chain
-from specdec_jax.core.types import Draft, DraftOptions, DraftSpec, Loaded, Outcome, Proposal
-from specdec_jax.drafts.composed import LoadsDraft, joined_spec, rereading
+from specdec_jax.core.types import (
+  Draft,
+  DraftOptions,
+  DraftSpec,
+  Loaded,
+  LoadsDraft,
+  Outcome,
+  Proposal,
+)
+from specdec_jax.drafts.composed import joined_spec, rereading
 from specdec_jax.drafts.several import concatenated, require_joinable
 from specdec_jax.errors import InputError
 

@@ -9,10 +9,10 @@ from specdec_jax.drafts.several import FallbackDraft
 
 
 def prompt_lookup_or_ngrams(
-  target: Loaded, path: str, max_ngram: int = 3, order: int = 4
+  target: Loaded, target_text: str, max_ngram: int = 3, order: int = 4
 ) -> DraftSpec:
   """Return a draft that uses `prompt_lookup` and falls back to `backoff_ngrams`."""
-  specs = prompt_lookup(target, max_ngram), backoff_ngrams(target, path, order)
+  specs = prompt_lookup(target, max_ngram), backoff_ngrams(target, target_text, order)
 
   def build(sampling: Sampling, tree: AnyTree, options=DraftOptions()) -> FallbackDraft:
     return FallbackDraft(tuple(spec.build(sampling, tree, options) for spec in specs))

@@ -21,11 +21,12 @@ from specdec_jax.core.types import (
   DraftOptions,
   DraftSpec,
   Loaded,
+  LoadsDraft,
   Outcome,
   Proposal,
   WrappedDraft,
 )
-from specdec_jax.drafts.composed import LoadsDraft, rereading
+from specdec_jax.drafts.composed import rereading
 from specdec_jax.drafts.several import concatenated, joined_at_root, require_joinable
 from specdec_jax.errors import require_count
 from specdec_jax.models.t5 import PAD_ID

@@ -23,11 +23,12 @@ from specdec_jax.core.types import (
   DraftOptions,
   DraftSpec,
   Loaded,
+  LoadsDraft,
   Outcome,
   Proposal,
   WrappedDraft,
 )
-from specdec_jax.drafts.composed import LoadsDraft, build_model
+from specdec_jax.drafts.composed import build_model
 from specdec_jax.drafts.model import ModelDraft, depth_keys, sample_next
 from specdec_jax.errors import require_number
 

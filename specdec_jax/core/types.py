@@ -17,7 +17,7 @@ never fields.
 
 import abc
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
@@ -444,3 +444,6 @@ class DraftSpec:
   params: Any = ()
   path: str | None = None
   features: tuple[int, ...] = ()
+
+
+LoadsDraft = Callable[[Loaded], DraftSpec]

@@ -21,7 +21,9 @@ from specdec_jax.models.t5 import PAD_ID
 MAX_ORDER = 8
 
 
-def backoff_ngrams(target: Loaded, path: str, order: int = 4, num_successors: int = 8) -> DraftSpec:
+def backoff_ngrams(
+  target: Loaded, target_text: str, order: int = 4, num_successors: int = 8
+) -> DraftSpec:
   """Return a draft from the n-grams of a text file, which has one output of the task per line.
 
   Args:
@@ -29,7 +31,7 @@ def backoff_ngrams(target: Loaded, path: str, order: int = 4, num_successors: in
     num_successors: number of successors to store per context.
   """
   vocabulary = target.vocabulary
-  rows = map(vocabulary.encode_output, read_lines(path))
+  rows = map(vocabulary.encode_output, read_lines(target_text))
   params = fit_backoff(rows, order, num_successors, vocabulary.start_id)
 
   def build(sampling: Sampling, tree: AnyTree, options=DraftOptions()) -> BackoffDraft:

@@ -6,18 +6,16 @@ as `checkpoint_draft`, or functions of this module with bound arguments.
 """
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from specdec_jax.core.sampling import Sampling
 from specdec_jax.core.trees import AnyTree, DynamicTree, branching, chain, require_chain
-from specdec_jax.core.types import BuildDraft, Draft, DraftOptions, DraftSpec, Loaded
+from specdec_jax.core.types import BuildDraft, Draft, DraftOptions, DraftSpec, Loaded, LoadsDraft
 from specdec_jax.drafts.hierarchical import HierarchicalDraft, chain_with_siblings
 from specdec_jax.drafts.model import ModelDraft
 from specdec_jax.drafts.several import ForestDraft
 from specdec_jax.errors import InputError, shown
-
-LoadsDraft = Callable[[Loaded], DraftSpec]
 
 
 def hierarchical_draft(
@@ -127,15 +125,15 @@ def joined_spec(name: str, build: BuildDraft, specs: Sequence[DraftSpec]) -> Dra
 def draft_sampling(
   target: Loaded,
   draft: LoadsDraft,
-  temperature: float | None = None,
-  top_k: int | None = None,
-  top_p: float | None = None,
+  draft_temperature: float | None = None,
+  draft_top_k: int | None = None,
+  draft_top_p: float | None = None,
 ) -> DraftSpec:
   """Return a draft with a sampling method of its own (Section 6). Decoding is exact for any q.
 
   Settings that are None are the target's. If the target's temperature is 0, all of them are.
   """
-  settings = {"temperature": temperature, "top_k": top_k, "top_p": top_p}
+  settings = {"temperature": draft_temperature, "top_k": draft_top_k, "top_p": draft_top_p}
   given: dict[str, Any] = {name: value for name, value in settings.items() if value is not None}
   Sampling(**given)  # raises for invalid values before a model is loaded
   spec = draft(target)

@@ -24,18 +24,18 @@ from specdec_jax.errors import InputError, require_count
 from specdec_jax.models.t5 import PAD_ID
 
 
-def unigram(target: Loaded, path: str) -> DraftSpec:
+def unigram(target: Loaded, target_text: str) -> DraftSpec:
   """Return a draft from the unigrams of a text file, which has one output of the task per line."""
-  return _ngram("unigram", 1, target.vocabulary, path)
+  return _ngram("unigram", 1, target.vocabulary, target_text)
 
 
-def bigram(target: Loaded, path: str) -> DraftSpec:
+def bigram(target: Loaded, target_text: str) -> DraftSpec:
   """Return a draft from the bigrams of a text file, which has one output of the task per line."""
-  return _ngram("bigram", 2, target.vocabulary, path)
+  return _ngram("bigram", 2, target.vocabulary, target_text)
 
 
-def _ngram(name: str, order: int, vocabulary: Vocabulary, path: str) -> DraftSpec:
-  rows, start_id = map(vocabulary.encode_output, read_lines(path)), vocabulary.start_id
+def _ngram(name: str, order: int, vocabulary: Vocabulary, target_text: str) -> DraftSpec:
+  rows, start_id = map(vocabulary.encode_output, read_lines(target_text)), vocabulary.start_id
   counts = fit_ngrams(rows, len(vocabulary), start_id=start_id)
 
   def build(sampling: Sampling, tree: AnyTree, options=DraftOptions()) -> NgramDraft:

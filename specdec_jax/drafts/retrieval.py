@@ -51,7 +51,7 @@ class Datastore(NamedTuple):
 
 def retrieval(
   target: Loaded,
-  path: str | None,
+  target_text: str | None,
   max_context: int = 8,
   num_matches: int = 64,
   tokens_per_match: int | None = None,
@@ -62,17 +62,17 @@ def retrieval(
   Without a capacity, the datastore is cached in JAX's compilation cache directory, if enabled.
 
   Args:
-    path: path of the text file; None for an empty datastore, which needs a capacity.
+    target_text: the text file; None for an empty datastore, which needs a capacity.
     max_context: maximum number of tokens of the suffix that is looked up.
     num_matches: maximum number of continuations in the trie.
     tokens_per_match: maximum length of a continuation per token of the suffix; None for no limit.
     capacity: number of tokens that the datastore has room for; see `build_datastore`.
   """
   vocabulary = target.vocabulary
-  if path is not None and capacity is None:
-    store = cached_datastore(vocabulary, path)
+  if target_text is not None and capacity is None:
+    store = cached_datastore(vocabulary, target_text)
   else:
-    lines = [] if path is None else read_lines(path)
+    lines = [] if target_text is None else read_lines(target_text)
     store = build_datastore(map(vocabulary.encode_output, lines), vocabulary.start_id, capacity)
 
   def build(sampling: Sampling, tree: AnyTree, options=DraftOptions()) -> RetrievalDraft:

@@ -10,8 +10,14 @@ from jaxtyping import Key
 from specdec_jax.core.context import Context
 from specdec_jax.core.sampling import Sampling
 from specdec_jax.core.trees import AnyTree, Tree, require_chain
-from specdec_jax.core.types import DraftOptions, DraftSpec, Loaded, Proposal, WrappedDraft
-from specdec_jax.drafts.composed import LoadsDraft
+from specdec_jax.core.types import (
+  DraftOptions,
+  DraftSpec,
+  Loaded,
+  LoadsDraft,
+  Proposal,
+  WrappedDraft,
+)
 from specdec_jax.errors import InputError
 from specdec_jax.models.t5 import PAD_ID
 

@@ -28,14 +28,14 @@ from specdec_jax.models.t5 import PAD_ID
 
 def token_recycling(
   target: Loaded,
-  path: str | None = None,
+  target_text: str | None = None,
   num_successors: int = 8,
   max_ngram: int | None = None,
 ) -> DraftSpec:
   """Return a draft that uses Token Recycling; see `TokenRecyclingDraft`.
 
   Args:
-    path: text file with one output of the task per line, whose most frequent successors of each
+    target_text: file with one output of the task per line, whose most frequent successors of each
       token are the table at the start of a text; None for an empty table.
     num_successors: number of tokens in the table for each token.
     max_ngram: maximum number of tokens of a match in the prompt and the text, whose continuation is
@@ -44,8 +44,8 @@ def token_recycling(
   vocabulary = target.vocabulary
   require_count("num_successors", num_successors)
   table = jnp.full((len(vocabulary), num_successors), PAD_ID)
-  if path is not None:
-    rows = map(vocabulary.encode_output, read_lines(path))
+  if target_text is not None:
+    rows = map(vocabulary.encode_output, read_lines(target_text))
     ngrams = fit_ngrams(rows, len(vocabulary), num_successors, vocabulary.start_id)
     table = jnp.where(ngrams.counts > 0, ngrams.successors, PAD_ID)
 

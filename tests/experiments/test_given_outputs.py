@@ -80,8 +80,8 @@ def test_target_emits_the_given_texts(words):
 @pytest.mark.parametrize("name", ["unigram", "bigram", "copy-1", "copy-3"])
 def test_alpha_and_rounds_equal_those_of_a_plain_loop(words, path, tmp_path, name):
   make = {
-    "unigram": functools.partial(unigram, path=path),
-    "bigram": functools.partial(bigram, path=path),
+    "unigram": functools.partial(unigram, target_text=path),
+    "bigram": functools.partial(bigram, target_text=path),
     "copy-1": functools.partial(prompt_lookup, max_ngram=1),
     "copy-3": prompt_lookup,
   }[name]
@@ -122,7 +122,7 @@ def test_output_cut_off_at_the_limit_has_no_eos(words, tmp_path):
 def test_recorded_settings_are_not_measured_again(words, path, tmp_path, capsys):
   (one,) = run(words, tmp_path, [prompt_lookup], gammas=(2,))
   before = (tmp_path / "results.jsonl").read_bytes()
-  counted = functools.partial(unigram, path=path)
+  counted = functools.partial(unigram, target_text=path)
   measured = run(words, tmp_path, [prompt_lookup, counted])
   assert (tmp_path / "results.jsonl").read_bytes().startswith(before)
   assert [(r.models.draft, r.settings.gamma) for r in measured] == [
@@ -139,7 +139,7 @@ def test_recorded_settings_are_not_measured_again(words, path, tmp_path, capsys)
 
 
 def test_table_has_the_values_of_the_paper(words, path, tmp_path, capsys):
-  counted = functools.partial(unigram, path=path)
+  counted = functools.partial(unigram, target_text=path)
   rows = load_table(3)
   changes = dict(paper_rows=rows, paper_target="T5-XXL (CNNDM)", gammas=(2,))
   run(words, tmp_path, [counted, prompt_lookup], **changes)

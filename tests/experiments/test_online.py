@@ -81,7 +81,9 @@ def test_distillation_raises_the_acceptance_length_and_keeps_the_outputs(tmp_pat
 
 def test_growing_datastore_raises_the_acceptance_length_without_recompiling(tmp_path, capsys):
   """Three texts are decoded twice. A copy of an earlier output is accepted to its end."""
-  load = functools.partial(retrieval, path=None, max_context=8, tokens_per_match=2, capacity=500)
+  load = functools.partial(
+    retrieval, target_text=None, max_context=8, tokens_per_match=2, capacity=500
+  )
   pair = tiny_pair.pair()
   pair = pair.with_draft(stop_at_miss_draft(pair.target, load))
   path = tmp_path / "texts"

@@ -31,7 +31,6 @@ AFTER = [
     "experiments/summaries/summaries.gin",
     "experiments/summaries/replay.gin",
   ),
-  ("experiments/trees/trees.gin", "gin/drafts/cascade.gin", "gin/verifiers/blocks.gin"),
   ("experiments/beams/beams.gin", "gin/models/gpt2.gin"),
   ("experiments/paper/reproduce.gin", "experiments/paper/t5_1_0.gin"),
   ("experiments/paper/reproduce.gin", "experiments/paper/fine_tuned.gin"),

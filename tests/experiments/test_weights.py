@@ -29,9 +29,9 @@ def in_the_clone(request, monkeypatch):
 @pytest.mark.parametrize(
   "names",
   [
-    ("gin/runs/speedup", "experiments/editing/editing", "gin/drafts/aggressive"),
+    ("gin/runs/speedup", "experiments/editing/editing"),
     ("gin/runs/speedup", "experiments/summaries/summaries"),
-    ("gin/runs/speedup", "experiments/gpt_like/gpt_like", "gin/verifiers/blocks"),
+    ("gin/runs/speedup", "experiments/gpt_like/gpt_like"),
     ("gin/runs/speedup", "experiments/methods/boosted"),
     ("gin/runs/check", "experiments/gpt_like/gpt_like"),
     ("experiments/gpt_like/generate",),
