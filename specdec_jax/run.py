@@ -63,10 +63,7 @@ def main(argv: Sequence[str]) -> int:
   """
   warnings.formatwarning = lambda message, *_: f"warning: {message}\n"
   try:
-    values = _flags()
-    arguments, files = values(argv, known_only=True)[1:], list(values.gin_file)
-    if arguments and not arguments[0].startswith("-"):
-      files.insert(0, str(gin_files.find_run(arguments.pop(0))))
+    values, files, arguments = read_command(argv)
     if values.version:
       print(f"specdec_jax {__version__}")
     elif values.help or len(argv) == 1:
@@ -91,6 +88,15 @@ def main(argv: Sequence[str]) -> int:
     message = str(error).partition("\n  In call to configurable")[0]  # gin adds the rest
     print(f"error: {' '.join(message.split())}", file=sys.stderr)
     return 2
+
+
+def read_command(argv: Sequence[str]) -> tuple[flags.FlagValues, list[str], list[str]]:
+  """Return the flags of `_flags`, the gin files, and the arguments for `to_bindings`."""
+  values = _flags()
+  arguments, files = values(argv, known_only=True)[1:], list(values.gin_file)
+  if arguments and not arguments[0].startswith("-"):
+    files.insert(0, str(gin_files.find_run(arguments.pop(0))))
+  return values, files, arguments
 
 
 def _flags() -> flags.FlagValues:

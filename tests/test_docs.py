@@ -9,10 +9,12 @@ import shlex
 import subprocess
 import sys
 
+import gin
 import pytest
 import tiny_pair
 
 import specdec_jax
+from specdec_jax import run
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 GUIDES = [ROOT / "README.md", *sorted(ROOT.glob("docs/*.md"))]
@@ -106,11 +108,20 @@ def requirements(page: pathlib.Path) -> tuple[str, ...]:
   return *extras, *packages
 
 
+def with_files_only(words: list[str]) -> list[str]:
+  """Return a command of this project without the flags that do not change what it imports."""
+  if words[0] not in ("specdec", "python"):
+    return words
+  count = 2 if words[0] == "specdec" else 3 if words[1] == "-m" else 2
+  return words[:count] + [word for word in words[count:] if word.startswith("--gin_file")]
+
+
 # Pages that install the same share a process, which runs each of their commands once.
 COMMANDS: dict[tuple[str, ...], list[list[str]]] = {}
 for page in GUIDES:
-  of_all = COMMANDS.setdefault(requirements(page), [])
-  of_all += [words for words in commands(page) if words not in of_all]
+  for words in map(with_files_only, commands(page)):
+    of_all = COMMANDS.setdefault(requirements(page), [])
+    of_all += [words] if words not in of_all else []
 
 
 @pytest.mark.slow
@@ -122,6 +133,23 @@ def test_extras_that_a_page_installs_suffice_for_its_commands(requirements):
   command = [sys.executable, ROOT / "tests" / "help_with_extras.py"]
   command += map(json.dumps, (["specdec_jax", *requirements], COMMANDS[requirements]))
   subprocess.run(command, cwd=ROOT, check=True)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("page", GUIDES, ids=lambda page: page.name)
+def test_flags_of_commands_are_settings(page, monkeypatch):
+  for package in ("seqio", *(["t5x"] if page.name == "t5x.md" else [])):
+    pytest.importorskip(package, reason=f"{package} is not installed")
+  monkeypatch.chdir(ROOT)
+  for words in commands(page):
+    if words[0] != "specdec" and words[:3] != ["python", "-m", "specdec_jax.run"]:
+      continue
+    _, files, arguments = run.read_command(words if words[0] == "specdec" else words[2:])
+    try:
+      run.parse_files(files)
+      run.to_bindings(arguments)
+    finally:
+      gin.clear_config()
 
 
 def test_ci_runs_tests_that_exist():

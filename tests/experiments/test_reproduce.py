@@ -190,8 +190,12 @@ def test_each_task_has_its_own_target_and_one_is_in_memory(tmp_path, monkeypatch
     loaded.append(weakref.ref(jax.tree.leaves(pair.target.params)[0]))
     return pair
 
-  module_load_pair = module.load_pair
+  def at_one_temperature(pair, texts, folder, samplings, *args, **kwargs):
+    module_acceptance(pair, texts, folder, samplings[:1], *args, **kwargs)
+
+  module_load_pair, module_acceptance = module.load_pair, module.acceptance
   monkeypatch.setattr(module, "load_pair", load_pair)
+  monkeypatch.setattr(module, "acceptance", at_one_temperature)
   monkeypatch.setattr(module, "_LOADED", {})
   first = tasks(tmp_path)["EnDe"]
   paths = {name: str(tiny_pair.folder() / "near") for name in ("T5-XXL", "T5-small")}
