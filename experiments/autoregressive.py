@@ -7,7 +7,7 @@ import jax
 from jax import Array
 
 from specdec_jax.core.counts import num_tokens, require_finite
-from specdec_jax.core.loading import DecodeSettings
+from specdec_jax.core.decode import DecodeSettings
 from specdec_jax.core.sampling import row_keys
 from specdec_jax.core.trees import chain
 from specdec_jax.core.types import DecodeResult

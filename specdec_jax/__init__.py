@@ -24,7 +24,7 @@ disable_ynn()
 from specdec_jax.beams import BeamSearcher
 from specdec_jax.core.decode import Decoder, NullDraft
 from specdec_jax.core.generation_config import GenerationConfig
-from specdec_jax.core.loading import DecodeSettings
+from specdec_jax.core.decode import DecodeSettings
 from specdec_jax.core.types import DraftSpec, Loaded, Params
 from specdec_jax.core.processors import LogitsProcessor, TrieConstraint
 from specdec_jax.core.sampling import Sampling, distribution, sample, sample_logits

@@ -14,7 +14,8 @@ def read(text: str, kind: Any) -> Any:
   """Return the value of a flag.
 
   A text is taken as it is where the setting is a text. Sequences are written `3,5`, `3` for one
-  element, or as in Python; a sequence of sequences may be one of them, as in `0,0,1`.
+  element, or as in Python, and only so where the setting may be a text. A sequence of sequences may
+  be one of them, as in `0,0,1`.
 
   Args:
     kind: type of the setting; a value of no type that a flag can have is read as in Python, or else
@@ -25,6 +26,8 @@ def read(text: str, kind: Any) -> Any:
   """
   options = members(kind)
   for option in sorted(options, key=_last):
+    if str in options and _is_sequence(option) and not text.startswith(("(", "[")):
+      continue
     try:
       return _read_one(text, option)
     except (KeyError, ValueError, SyntaxError):

@@ -1,14 +1,16 @@
 """Functions that take and return texts, with batches, lengths and random keys.
 
-They are the methods `generate`, `stream` and `beam_search` of a `Pair`.
+`outputs` is the way from texts to outputs: `generate` and the commands loop over it. `generate` and
+`stream` are methods of a `Pair`.
 """
 
 import dataclasses
 import functools
 import io
+import itertools
 import logging
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Literal
 
 import jax
@@ -21,19 +23,16 @@ from rich.text import Text
 from specdec_jax import batching
 from specdec_jax.beams import BeamSearcher
 from specdec_jax.core.counts import require_finite
-from specdec_jax.core.decode import Decoder, num_positions
-from specdec_jax.core.generation_config import DEFAULT_NEW_TOKENS, GenerationConfig
-from specdec_jax.core.loading import DecodeSettings
+from specdec_jax.core.decode import Decoder, DecodeSettings, num_positions
+from specdec_jax.core.generation_config import DEFAULT_NEW_TOKENS, SETTINGS, GenerationConfig
 from specdec_jax.core.processors import ForcedPrefix, LogitsProcessor, Processors
-from specdec_jax.core.sampling import row_keys
 from specdec_jax.core.settings import HashableArray
-from specdec_jax.core.trees import AnyTree, DynamicTree
-from specdec_jax.core.types import AnyArray, DecodeResult, Rounds
+from specdec_jax.core.trees import AnyTree, DynamicTree, Tree
+from specdec_jax.core.types import AnyArray, AnyPair, DecodeResult, Rounds
 from specdec_jax.data.vocabulary import padded
-from specdec_jax.errors import InputError, require_count, require_seed, require_text
+from specdec_jax.errors import InputError, require_seed, require_text
 from specdec_jax.measure.calibrate import given_tree, resolve_tree
 from specdec_jax.measure.rounds import Round, read_rounds, round_text
-from specdec_jax.pair import Pair
 
 _LOG = logging.getLogger("specdec_jax")
 
@@ -47,7 +46,8 @@ class Output:
   Attributes:
     tokens: [T], tokens of the text; EOS is last unless the output ended for another reason.
     finish_reason: "eos", "length" (the limit was reached) or "stop_string".
-    rounds: `core.types.Rounds` of this text, with fields [R, ...]; None for a beam search.
+    rounds: `core.types.Rounds` of this text, with fields [R, ...]. For a beam search, those of the
+      search, whose steps count as emitted tokens.
     logprobs: [T], log-probability of each token under the target, in nats, after logits processors
       and the sampling method (at temperature 0, after processors only). None by default.
     model_logprobs: the same before logits processors and the sampling method.
@@ -79,8 +79,17 @@ class Output:
 
   @property
   def acceptance_length(self) -> float | None:
-    """Mean number of tokens per round, which is one target forward pass; None for a beam search."""
+    """Mean number of tokens per round, which is one target forward pass."""
     return None if self.rounds is None else len(self.tokens) / len(self.rounds.num_emitted)
+
+  @property
+  def acceptance_counts(self) -> tuple[int, int]:
+    """Numbers of accepted and of rejected draft tokens (`Rounds.acceptance_counts`)."""
+    if self.rounds is None:
+      return 0, 0
+    of_batch = jax.tree.map(lambda x: np.asarray(x)[:, None], self.rounds)
+    accepted, rejected = of_batch.acceptance_counts()
+    return int(accepted[0]), int(rejected[0])
 
   def show(self, console: Console | None = None) -> None:
     """Print each round: accepted tokens, [-rejected], [+the target's token]; see `round_text`."""
@@ -97,39 +106,67 @@ class Output:
     return console.export_html(inline_styles=True, code_format="<pre>{code}</pre>")
 
 
-def generate(
-  pair: Pair,
-  texts: Sequence[str],
-  *,
-  gamma: int | Literal["auto"] | None = None,
-  tree: Sequence[int] | Literal["auto"] | None = None,
-  batch_size: int = 1,
-  seed: int = 0,
-  lenience: float = 1.0,
-  task: str | None = None,
-  decoder_input_ids: Sequence[Sequence[int]] | None = None,
-  decoder_texts: Sequence[str] | None = None,
-  logprobs: bool = False,
-  fixed_width: bool = False,
-  **settings: Any,
-) -> list[Output]:
+EMPTY = Output("", np.zeros(0, np.int32), "eos")  # of a blank text, which was not decoded
+
+
+def generate(pair: AnyPair, texts: Iterable[str], **arguments: Any) -> list[Output]:
   """Generate outputs by speculative decoding; if `num_beams` > 1, by speculative beam search.
 
+  The arguments are those of `outputs`. A text longer than `pair.max_source_tokens` is truncated,
+  with a warning (`Pair.cut` returns the part that remains).
+
+  Returns:
+    The outputs in the order of the texts, `num_return_sequences` per text. A beam search may find
+    fewer.
+  """
+  texts = _as_list("texts", texts)
+  _, prefix = generation_config(pair, arguments.get("task"), {})
+  for place, text in enumerate(texts):
+    require_text(f"texts[{place}]", text)
+  _warn_of_truncation(pair, [prefix + text for text in texts])
+  return [*outputs(pair, texts, **arguments)]
+
+
+def outputs(
+  pair: AnyPair,
+  texts: Iterable[str | None],
+  *,
+  gamma: int | Literal["auto"] | None = None,
+  tree: AnyTree | Iterable[int] | Literal["auto"] | None = None,
+  batch_size: int = 1,
+  seed: int = 0,
+  first: int = 0,
+  lenience: float = 1.0,
+  task: str | None = None,
+  decoder_input_ids: Iterable[Sequence[int]] | None = None,
+  decoder_texts: Iterable[str] | None = None,
+  logprobs: bool = False,
+  fixed_width: bool = False,
+  draft_beams: int | None = None,
+  nodes: int | None = None,
+  **settings: Any,
+) -> Iterator[Output]:
+  """Decode texts, and yield their outputs in order.
+
+  A list is decoded continuously: when a text of a batch ends, the next one takes its place
+  (`batching`), unless there are decoder prefixes, beams or several outputs per text. Other
+  iterables are decoded batch by batch, each as soon as its texts have arrived.
+
   Args:
-    texts: sources, or prompts of a decoder-only model. A text longer than `pair.max_source_tokens`
-      is truncated, with a warning (`Pair.cut` returns the part that remains).
+    texts: sources, or prompts of a decoder-only model; None for an `EMPTY` output. A text longer
+      than `pair.max_source_tokens` is truncated.
     gamma: number of draft tokens per round; 5 by default, 0 for autoregressive decoding. 'auto'
       chooses the fastest (`measure.calibrate.resolve_tree`), caches the choice and logs the
       reason to the logger 'specdec_jax'. For a beam search, number of steps that the draft
       searches ahead; 2 by default, 'auto' is not supported.
-    tree: parents of the draft tokens of a tree (`Tree.parents`), which replaces the chain of
-      gamma draft tokens; 'auto' chooses the fastest tree or chain. Not for a beam search.
+    tree: parents of the draft tokens of a tree (`Tree.parents`), or the tree, which replaces the
+      chain of gamma draft tokens; 'auto' chooses the fastest tree or chain. Not for a beam search.
     batch_size: maximum number of outputs (in a beam search: of texts) that are decoded together;
-      all outputs of one text always are. When a text ends, the next one takes its place
-      (`batching`), unless there are decoder prefixes, beams or several outputs per text. For a
-      given gamma or tree, outputs do not depend on `batch_size`, except for rounding.
+      all outputs of one text always are. For a given gamma or tree, outputs do not depend on
+      `batch_size`, except for rounding.
     seed: seed of all sampling. The random keys of a text depend only on the seed and on the index
-      of the text in `texts`.
+      of the text.
+    first: index of the first text.
     lenience: in (0, 1]. Below 1, more draft tokens are accepted, and outputs no longer have the
       target's distribution (Appendix A.5). Not for a beam search.
     task: task of the checkpoint's `task_specific_params`, whose settings and prefix apply.
@@ -141,13 +178,11 @@ def generate(
     fixed_width: whether to decode autoregressively in passes of the width that gamma or tree give
       a round. Target passes then have the shapes of speculation, so that ties fall alike
       (docs/exactness.md). Not for a beam search.
+    draft_beams: for a beam search, number of beams of the draft; defaults to `num_beams`.
+    nodes: for a beam search, maximum number of nodes in one target pass (`Pair.beam_searcher`).
     settings: fields of `GenerationConfig`: `max_new_tokens`, `temperature`, `num_beams`,
       `repetition_penalty` and others, with the names of transformers. They take precedence over
-      the settings of the task and of the checkpoint (`Loaded.generation`).
-
-  Returns:
-    The outputs in the order of the texts, `num_return_sequences` per text. A beam search may find
-    fewer.
+      the settings of the task and of the checkpoint (`Loaded.generation`); None switches one off.
 
   Raises:
     InputError: an argument is invalid, there is not enough memory, or logits of the target or
@@ -155,49 +190,64 @@ def generate(
     TypeError: an argument is unknown.
   """
   config, prefix = generation_config(pair, task, settings)
-  texts = [prefix + text for text in _require_texts(texts)]
-  forced = _forced_tokens(pair, config, len(texts), decoder_input_ids, decoder_texts)
   pair.require_batch_size(batch_size)
   require_seed(seed)
-  sources = _encoded(pair, texts)
-  count = config.num_return_sequences or 1
+  forced = None
+  if not (decoder_input_ids is None and decoder_texts is None):
+    texts = _as_list("texts", texts)
+    forced = _forced_tokens(pair, config, len(texts), decoder_input_ids, decoder_texts)
+  count, size = config.num_return_sequences or 1, batch_size
+  decode: Callable[..., Iterator[list[Output]]]
   if (config.num_beams or 1) > 1:
     if tree is not None or logprobs or fixed_width or lenience != 1:
       raise InputError(
         f"num_beams is {config.num_beams}, and a beam search has no tree, logprobs, fixed_width or "
         "lenience; leave them out, or give num_beams=1."
       )
-    return _search(pair, sources, config, gamma, batch_size, forced)
-  if count > 1 and config.sampling().is_argmax:
-    raise InputError(
-      f"num_return_sequences is {count}, and at temperature 0 all of them would be equal; "
-      "sample, or give num_beams."
-    )
-  size = max(1, batch_size // count)
-  shape = _tree(pair, texts, gamma, tree, config, size * count, seed, lenience)
-  call = GenerateCall(pair, config, shape, lenience, logprobs, fixed_width)
-  can_batch_continuously = count == 1 < size < len(texts) and not forced
-  if can_batch_continuously:
-    return _decode_in_slots(call, sources, size, seed)
-  found: list[Output] = []
-  for start in range(0, len(texts), size):
-    batch = _Batch(pair, config, sources, start, size, forced, count)
-    decoder = call.decoder((batch.forced_prefix,) if forced else ())
-    keys = sample_keys(seed, start, size, count)
-    options: dict[str, Any] = {"num_samples": count} if count > 1 else {}
-    result = decoder.run(pair.params, batch.prompt, keys, **batch.options, **options)
-    result = require_finite(jax.device_get(result))
-    num_outputs = min(size, len(texts) - start) * count
-    found += [call.output(result, row) for row in range(num_outputs)]
-  return found
+    decode = _search_fn(pair, config, gamma, batch_size, draft_beams, nodes)
+  else:
+    if (draft_beams, nodes) != (None, None):
+      raise InputError("draft_beams and nodes are for a beam search; give num_beams above 1.")
+    if count > 1 and config.sampling().is_argmax:
+      raise InputError(
+        f"num_return_sequences is {count}, and at temperature 0 all of them would be equal; "
+        "sample, or give num_beams."
+      )
+    size = max(1, batch_size // count)
+    if "auto" in (gamma, *([tree] if isinstance(tree, str) else [])):
+      texts = _as_list("texts", texts)
+    sample = texts if isinstance(texts, Sequence) else ()
+    prefixed = [prefix + text for text in sample if text is not None]
+    shape = chosen_tree(pair, prefixed, gamma, tree, config, size * count, seed, lenience)
+    call = GenerateCall(pair, config, shape, lenience, logprobs, fixed_width)
+    decode = functools.partial(call.decode, size=size, seed=seed)
+  for start, block in _blocks(texts, size):
+    index = [i for i, text in enumerate(block) if text is not None]
+    sources = _encoded(pair, [f"{prefix}{block[i]}" for i in index])
+    prefixes = None if forced is None else [forced[start + i] for i in index]
+    found = decode(sources, [first + start + i for i in index], prefixes)
+    for text in block:
+      yield from [EMPTY] if text is None else next(found)
+
+
+def _blocks(texts: Iterable[str | None], size: int) -> Iterator[tuple[int, Sequence[str | None]]]:
+  """Yield the texts of a list at once, and others in batches, each with its first index."""
+  if isinstance(texts, Sequence):
+    yield 0, _require_texts(texts)
+    return
+  rest = iter(texts)
+  for start in itertools.count(0, size):
+    if not (block := [*itertools.islice(rest, size)]):
+      return
+    yield start, _require_texts(block, start)
 
 
 def stream(
-  pair: Pair,
+  pair: AnyPair,
   text: str,
   *,
   gamma: int | Literal["auto"] | None = None,
-  tree: Sequence[int] | Literal["auto"] | None = None,
+  tree: AnyTree | Iterable[int] | Literal["auto"] | None = None,
   seed: int = 0,
   lenience: float = 1.0,
   task: str | None = None,
@@ -215,12 +265,11 @@ def stream(
   require_text("text", text)
   require_seed(seed)
   text = prefix + text
-  sources = _encoded(pair, [text])
-  call = GenerateCall(
-    pair, config, _tree(pair, [text], gamma, tree, config, 1, seed, lenience), lenience
-  )
-  decoder, batch = call.decoder(), _Batch(pair, config, sources, 0, 1, None)
-  state = _init(decoder, pair.params, batch.prompt, sample_keys(seed, 0, 1, 1), **batch.options)
+  _warn_of_truncation(pair, [text])
+  shape = chosen_tree(pair, [text], gamma, tree, config, 1, seed, lenience)
+  call = GenerateCall(pair, config, shape, lenience)
+  decoder, batch = call.decoder(), _Batch(pair, config, _encoded(pair, [text]), None)
+  state = _init(decoder, pair.params, batch.prompt, sample_keys(seed, [0], 1), **batch.options)
   num_sent, done = 0, False
   while not done:
     state = _round(decoder, pair.params, state)
@@ -233,9 +282,14 @@ def stream(
 
 
 def generation_config(
-  pair: Pair, task: str | None, settings: Mapping[str, Any]
+  pair: AnyPair, task: str | None, settings: Mapping[str, Any]
 ) -> tuple[GenerationConfig, str]:
-  """Return the settings of a call of `generate`, and the prefix of each source."""
+  """Return the settings of a call of `generate`, and the prefix of each source.
+
+  A setting that is None in `settings` has its default value, whatever the checkpoint sets.
+  """
+  if unknown := settings.keys() - {*SETTINGS}:
+    raise TypeError(f"There is no argument {', '.join(sorted(unknown))}.")
   if task is None:
     of_task = {}
   else:
@@ -246,25 +300,32 @@ def generation_config(
       )
     of_task = {**pair.target.tasks[task]}
   prefix = of_task.pop("prefix", "")
-  return GenerationConfig.merged(pair.target.generation, of_task, settings), prefix
+  given = {k: tuple(x) if isinstance(x, Iterator) else x for k, x in settings.items()}
+  off = {name for name, value in given.items() if value is None}
+  of_files = (
+    {name: value for name, value in each.items() if name not in off}
+    for each in (pair.target.generation, of_task)
+  )
+  return GenerationConfig.merged(*of_files, given), prefix
 
 
 def _forced_tokens(
-  pair: Pair,
+  pair: AnyPair,
   config: GenerationConfig,
   count: int,
-  ids: Sequence[Sequence[int]] | None,
-  texts: Sequence[str] | None,
-) -> list[list[int]] | None:
-  """Return the forced tokens of each text without T5's start token; None if none are given."""
-  if ids is None and texts is None:
-    return None
+  ids: Iterable[Sequence[int]] | None,
+  texts: Iterable[str] | None,
+) -> list[list[int]]:
+  """Return the forced tokens of each text without T5's start token."""
   if ids is not None and texts is not None:
     raise InputError("decoder_input_ids and decoder_texts are given; give one of them.")
   if texts is not None:
     first = () if pair.continues else (config.forced_bos_token_id,)  # such as the target language
     first = [token for token in first if token is not None]
-    rows = [[*first, *pair.vocabulary.encode_target(text)] for text in _require_texts(texts)]
+    rows = [
+      [*first, *pair.vocabulary.encode_target(text)]
+      for text in _require_texts(_as_list("decoder_texts", texts))
+    ]
   else:
     first_tokens, _ = pair.target.model.prompt_tokens(jnp.ones((1, 1), jnp.int32))
     start = None if pair.continues else int(first_tokens[0, 0])
@@ -280,53 +341,15 @@ def _forced_tokens(
   return rows
 
 
-def beam_search(
-  pair: Pair,
-  texts: Sequence[str],
-  *,
-  beams: int = 4,
-  gamma: int = 2,
-  draft_beams: int | None = None,
-  nodes: int | None = None,
-  length_penalty: float = 0.6,
-  max_new_tokens: int = 128,
-  batch_size: int = 1,
-) -> list[list[Output]]:
-  """Return the outputs that a speculative beam search finds for each source.
-
-  They are the texts that t5x's `decoding.beam_search` finds with the same target. `generate` with
-  `num_beams` returns those that transformers finds, unless `beam_scorer` is "t5x".
-
-  Args:
-    beams: number of live sequences, and maximum number of outputs per source.
-    gamma: number of steps that the draft searches ahead in each round; 0 is plain beam search.
-    draft_beams: number of beams of the draft; defaults to `beams`.
-    nodes: maximum number of nodes in one target forward pass (`Pair.beam_searcher`).
-    length_penalty: exponent of the length penalty, as in `beams.BeamSearcher`.
-    max_new_tokens: limit for each output, EOS included.
-    batch_size: number of sources that are processed together.
-
-  Returns:
-    For each source, the outputs in descending order of their scores: the texts that ended, at
-    most `beams`; or `beams` incomplete texts if none ended before the limit.
-  """
-  sources = _encoded(pair, _require_texts(texts))
-  require_count("gamma", gamma, 0)
-  require_count("max_new_tokens", max_new_tokens)
-  pair.require_batch_size(batch_size)
-  searcher = pair.beam_searcher(beams, gamma, draft_beams, length_penalty, nodes)
-  config = GenerationConfig(max_new_tokens=max_new_tokens)
-  return _search_batches(pair, lambda: searcher, sources, config, batch_size, None)
-
-
-def _search(
-  pair: Pair,
-  sources: Sequence[Sequence[int]],
+def _search_fn(
+  pair: AnyPair,
   config: GenerationConfig,
   gamma: int | str | None,
   batch_size: int,
-  forced: list[list[int]] | None,
-) -> list[Output]:
+  draft_beams: int | None,
+  nodes: int | None,
+) -> Callable[..., Iterator[list[Output]]]:
+  """Return a function of sources, their indices and forced tokens that searches for outputs."""
   count, num_beams = config.num_return_sequences or 1, config.num_beams or 1
   if count > num_beams:
     raise InputError(f"num_return_sequences is {count}, more than num_beams, {num_beams}.")
@@ -349,44 +372,57 @@ def _search(
   def searcher(*of_batch: LogitsProcessor) -> BeamSearcher:
     steps, processors = 2 if gamma is None else gamma, (*of_config, *of_batch)
     return dataclasses.replace(
-      pair.beam_searcher(num_beams, steps, None, penalty, processors=processors),
+      pair.beam_searcher(num_beams, steps, draft_beams, penalty, nodes, processors),
       eos_id=eos_ids if len(eos_ids) > 1 else eos_ids[0],
       scorer=scorer,
       early_stopping=config.early_stopping or False,
     )
 
-  found = _search_batches(pair, searcher, sources, config, batch_size, forced)
-  return [output for outputs in found for output in outputs[:count]]
+  searcher()  # raises for invalid arguments before texts are read
+
+  def search(
+    sources: Sequence[Sequence[int]], index: Sequence[int], forced: list[list[int]] | None
+  ) -> Iterator[list[Output]]:
+    for found in _search_batches(pair, searcher, config, batch_size, sources, forced):
+      yield found[:count]
+
+  return search
 
 
 def _search_batches(
-  pair: Pair,
+  pair: AnyPair,
   searcher: Callable[..., BeamSearcher],
-  sources: Sequence[Sequence[int]],
   config: GenerationConfig,
   batch_size: int,
+  sources: Sequence[Sequence[int]],
   forced: list[list[int]] | None,
-) -> list[list[Output]]:
-  found: list[list[Output]] = []
+) -> Iterator[list[Output]]:
   eos_ids = config.eos_ids(pair.vocabulary.eos_id)
   for start in range(0, len(sources), batch_size):
-    batch = _Batch(pair, config, sources, start, batch_size, forced)
+    batch = _Batch(pair, config, sources, forced, start, batch_size)
     of_batch = [batch.forced_prefix] if forced else []
     result = searcher(*of_batch).run(pair.params, batch.prompt, **batch.options)
     result = jax.device_get(result)
-    require_finite(result.best())
-    for row in zip(result.tokens, result.lengths, result.scores.tolist(), strict=True):
-      outputs = zip(*row, strict=True)
-      found.append([_candidate(pair, t[:n], score, eos_ids) for t, n, score in outputs if n])
-  return found[: len(sources)]
+    best = require_finite(result.best())
+    for row in range(min(batch_size, len(sources) - start)):
+      rounds = _of_row(best.rounds, row, best.rounds.num_emitted[:, row] > 0)
+      outputs = zip(result.tokens[row], result.lengths[row], result.scores[row].tolist())
+      yield [_candidate(pair, t[:n], score, eos_ids, rounds) for t, n, score in outputs if n]
 
 
-def _candidate(pair: Pair, tokens: np.ndarray, score: float, eos_ids: Sequence[int]) -> Output:
+def _candidate(
+  pair: AnyPair, tokens: np.ndarray, score: float, eos_ids: Sequence[int], rounds: Rounds
+) -> Output:
   reason: FinishReason = "eos" if tokens[-1] in eos_ids else "length"
-  return Output(text_of(pair, tokens), tokens, reason, score=score)
+  return Output(text_of(pair, tokens), tokens, reason, rounds, score=score)
 
 
-def text_of(pair: Pair, tokens: np.ndarray, is_complete: bool = True) -> str:
+def _of_row(rounds: Rounds, row: int, ran: AnyArray) -> Rounds:
+  """Return the rounds of a row in which it was decoded."""
+  return jax.tree.map(lambda of_all: np.asarray(of_all)[ran, row], rounds)
+
+
+def text_of(pair: AnyPair, tokens: np.ndarray, is_complete: bool = True) -> str:
   """Return the text of an output, which the vocabulary's EOS need not end (`eos_token_id`).
 
   If it is not complete, the result is its beginning that no further tokens can change.
@@ -406,14 +442,15 @@ class _Batch:
 
   def __init__(
     self,
-    pair: Pair,
+    pair: AnyPair,
     config: GenerationConfig,
     sources: Sequence[Sequence[int]],
-    start: int,
-    size: int,
     forced: Sequence[Sequence[int]] | None,
+    start: int = 0,
+    size: int | None = None,
     count: int = 1,
   ):
+    size = len(sources) if size is None else size
     rows = [row if row < len(sources) else start for row in range(start, start + size)]
     batch = [sources[row] for row in rows]
     # Sizes are rounded up, so that few programs are compiled.
@@ -441,12 +478,19 @@ class _Batch:
 class GenerateCall:
   """Settings of one call of `generate` without beams."""
 
-  pair: Pair
+  pair: AnyPair
   config: GenerationConfig
   tree: AnyTree
   lenience: float = 1.0
   logprobs: bool = False
   fixed_width: bool = False
+
+  @classmethod
+  def of(cls, pair: AnyPair, settings: DecodeSettings, tree: AnyTree) -> "GenerateCall":
+    """Return a call with the settings of a measurement, and none of the checkpoint."""
+    sampling = dataclasses.asdict(settings.sampling)
+    config = GenerationConfig(max_new_tokens=settings.max_new_tokens, **sampling)
+    return cls(pair, config, tree, settings.lenience)
 
   @functools.cached_property
   def eos_ids(self) -> tuple[int, ...]:
@@ -468,6 +512,58 @@ class GenerateCall:
       self.fixed_width,
     )
 
+  def decode(
+    self,
+    sources: Sequence[Sequence[int]],
+    index: Sequence[int],
+    forced: Sequence[Sequence[int]] | None,
+    *,
+    size: int,
+    seed: int,
+  ) -> Iterator[list[Output]]:
+    """Yield the outputs of each source, `num_return_sequences` of them.
+
+    Args:
+      index: index of each source, for its random keys.
+      forced: tokens that the output of each source continues; None for none.
+      size: number of sources that are decoded together.
+    """
+    count = self.config.num_return_sequences or 1
+    if count == 1 < size < len(sources) and not forced:
+      yield from self._decode_in_slots(sources, index, size, seed)
+      return
+    for start in range(0, len(sources), size):
+      batch = _Batch(self.pair, self.config, sources, forced, start, size, count)
+      decoder = self.decoder((batch.forced_prefix,) if forced else ())
+      given = [*index[start : start + size]]
+      keys = sample_keys(seed, given + given[:1] * (size - len(given)), count)
+      options: dict[str, Any] = {"num_samples": count} if count > 1 else {}
+      result = decoder.run(self.pair.params, batch.prompt, keys, **batch.options, **options)
+      result = require_finite(jax.device_get(result))
+      for row in range(len(given)):
+        yield [self.output(result, row * count + i) for i in range(count)]
+
+  def _decode_in_slots(
+    self, sources: Sequence[Sequence[int]], index: Sequence[int], num_slots: int, seed: int
+  ) -> Iterator[list[Output]]:
+    batch = _Batch(self.pair, self.config, sources, None)
+    keys = sample_keys(seed, index, 1)
+    found = batching.decode_texts(
+      self.decoder(),
+      self.pair.params,
+      batching.Texts(batch.prompt.__getitem__, [*map(len, sources)], keys, batch.limits),
+      num_slots=num_slots,
+      max_new_tokens=batch.max_new_tokens,
+      has_encoder=not self.pair.continues,
+    )
+    ended: dict[int, Output] = {}
+    first = 0  # source whose output is yielded next
+    for source, result, row in found:
+      ended[source] = self.output(result, row)
+      while first in ended:
+        yield [ended.pop(first)]
+        first += 1
+
   def output(self, result: DecodeResult, row: int, is_complete: bool = True) -> Output:
     """Return the output of a row of a batch.
 
@@ -486,7 +582,7 @@ class GenerateCall:
     num_forced = int(emitted.sum() - result.lengths[row])
     before = np.cumsum(emitted) - emitted
     ran = (emitted > 0) & (before < len(tokens) + num_forced)
-    rounds = jax.tree.map(lambda of_all: of_all[ran, row], result.rounds)
+    rounds = _of_row(result.rounds, row, ran)
     pieces, result_of_row = self.pair.vocabulary.pieces, batching.one_row(result, row)
     read = functools.partial(read_rounds, result_of_row, 0, pieces, self._parents)
     output = Output(text, tokens, reason, rounds, _read=read)
@@ -507,57 +603,49 @@ class GenerateCall:
     return (stops,) if isinstance(stops, str) else tuple(stops)
 
 
-def _decode_in_slots(
-  call: GenerateCall, sources: Sequence[Sequence[int]], num_slots: int, seed: int
-) -> list[Output]:
-  pair, batch = call.pair, _Batch(call.pair, call.config, sources, 0, len(sources), None)
-  found = batching.decode_texts(
-    call.decoder(),
-    pair.params,
-    batching.Texts(
-      batch.prompt.__getitem__,
-      [*map(len, sources)],
-      sample_keys(seed, 0, len(sources), 1),
-      batch.limits,
-    ),
-    num_slots=num_slots,
-    max_new_tokens=batch.max_new_tokens,
-    has_encoder=not pair.continues,
-  )
-  outputs = {i: call.output(result, row) for i, result, row in found}
-  return [outputs[i] for i in range(len(sources))]
-
-
-def _tree(
-  pair: Pair,
+def chosen_tree(
+  pair: AnyPair,
   texts: Sequence[str],
   gamma: int | str | None,
-  tree: Sequence[int] | str | None,
+  tree: AnyTree | Iterable[int] | str | None,
   config: GenerationConfig,
   batch_size: int,
   seed: int,
-  lenience: float,
+  lenience: float = 1.0,
+  say: Callable[[str], object] = _LOG.info,
 ) -> AnyTree:
-  """Return the tree of draft tokens of a call of `generate`, which may calibrate first."""
+  """Return the tree of draft tokens that `gamma` and `tree` ask for; 'auto' calibrates first.
+
+  Args:
+    texts: texts that a calibration may decode.
+    say: function that is called with the reason of a choice.
+  """
+  if isinstance(tree, Tree | DynamicTree):
+    return tree
   gamma = 5 if gamma is None else gamma
-  if (fixed := given_tree(gamma, tree)) is not None:
+  parents = tree if tree is None or isinstance(tree, str | Sequence) else [*tree]
+  if (fixed := given_tree(gamma, parents)) is not None:
     return fixed
   longest = config.max_new_tokens or config.max_length or DEFAULT_NEW_TOKENS
   settings = DecodeSettings(config.sampling(), batch_size, longest, seed, lenience)
-  return resolve_tree(gamma, tree, pair, texts, settings, _LOG.info)
+  return resolve_tree(gamma, parents, pair, texts, settings, say)
 
 
-def sample_keys(seed: int, start: int, size: int, count: int) -> Array:
-  """Return `count` keys for each of `size` texts from `start` on; the first is as in `row_keys`."""
-  keys = row_keys(seed, start, size)
+def sample_keys(seed: int, index: Sequence[int], count: int) -> Array:
+  """Return `count` keys for each of the texts with these indices; the first is as in `row_keys`."""
+
+  def fold_in(key: Array, numbers: Array) -> Array:
+    return jax.vmap(lambda number: jax.random.fold_in(key, number))(numbers)
+
+  keys = fold_in(jax.random.key(seed), jnp.asarray(index, jnp.int32))
   if count == 1:
     return keys
-  others = jax.vmap(lambda key: jax.vmap(lambda i: jax.random.fold_in(key, i))(jnp.arange(count)))
+  others = jax.vmap(lambda key: fold_in(key, jnp.arange(count)))
   return others(keys).at[:, 0].set(keys).reshape(-1)
 
 
 def new_tokens(
-  pair: Pair, config: GenerationConfig, prompt: AnyArray, num_forced: AnyArray | int = 0
+  pair: AnyPair, config: GenerationConfig, prompt: AnyArray, num_forced: AnyArray | int = 0
 ) -> np.ndarray:
   """Return the limit of new tokens of each row of `prompt`, forced tokens not included.
 
@@ -590,22 +678,32 @@ _init = jax.jit(Decoder.init, static_argnames=("max_new_tokens", "num_samples"))
 _round = jax.jit(Decoder.round)
 
 
-def _encoded(pair: Pair, texts: Sequence[str]) -> list[list[int]]:
-  """Return the token ids of each text, and warn of texts that are truncated."""
-  rows = [*map(pair.vocabulary.encode, texts)]
-  count = sum(len(row) > pair.max_source_tokens for row in rows)
+def _encoded(pair: AnyPair, texts: Sequence[str]) -> list[list[int]]:
+  return [*map(pair.encode, texts)]
+
+
+def _warn_of_truncation(pair: AnyPair, texts: Sequence[str]) -> None:
+  most = pair.max_source_tokens
+  count = sum(len(pair.vocabulary.encode(text)) > most for text in texts)
   if count:
     warnings.warn(
       f"{count} of {len(texts)} texts have more than max_source_tokens "
-      f"({pair.max_source_tokens}) tokens, and were truncated.",
+      f"({most}) tokens, and were truncated.",
       stacklevel=4,
     )
-  return [*map(pair.truncated, rows)]
 
 
-def _require_texts(texts: Sequence[str]) -> Sequence[str]:
+def _as_list(name: str, texts: Iterable[Any] | None) -> Sequence[Any]:
+  """Return texts as a list, which an iterator is not; raise InputError for a single text."""
+  if isinstance(texts, str):
+    raise InputError(f"{name} is one string; give a list of strings.")
+  return texts if isinstance(texts, Sequence) else [*(texts or ())]
+
+
+def _require_texts(texts: Sequence[str | None], first: int = 0) -> Sequence[Any]:
   if isinstance(texts, str):
     raise InputError("texts is one string; give a list of strings.")
-  for place, text in enumerate(texts):
-    require_text(f"texts[{place}]", text)
+  for place, text in enumerate(texts, first):
+    if text is not None:
+      require_text(f"texts[{place}]", text)
   return texts

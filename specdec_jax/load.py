@@ -42,7 +42,7 @@ from specdec_jax.xla import default_cache_dir, enable_compile_cache
 OutputTokens = Callable[[Vocabulary], Sequence[int]]
 
 ASSETS = pathlib.Path(__file__).parent / "assets"
-EMBEDDED = ASSETS / "multi30k_ende"
+EMBEDDED: pathlib.Path = ASSETS / "multi30k_ende"
 
 
 def load_pair(

@@ -3,13 +3,14 @@
 import dataclasses
 import functools
 import warnings
-from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import Array
 
+from specdec_jax import generate
 from specdec_jax.beams import BeamDraft, BeamSearcher, NullBeamDraft, beam_draft
 from specdec_jax.core.decode import Decoder, NullDraft, num_positions
 from specdec_jax.core.generation_config import PROCESSORS, SETTINGS, GenerationConfig, with_effect
@@ -32,9 +33,6 @@ from specdec_jax.data.vocabulary import Vocabulary, padded
 from specdec_jax.errors import InputError, require_count
 from specdec_jax.models.families import Config, config_of, with_feature_layers
 from specdec_jax.models.simulated import SimulatedModel
-
-if TYPE_CHECKING:
-  from specdec_jax.generate import Output
 
 MOST_STEPS = 32  # maximum gamma of a beam search; each step takes about a second to compile
 
@@ -73,23 +71,13 @@ class Pair:
     )
     return f"Pair({', '.join(models)}, task={self.task!r}, dtype={self.dtype!r})"
 
-  def generate(self, texts: Sequence[str], **arguments: Any) -> "list[Output]":
-    """Return the outputs for texts; see `specdec_jax.generate.generate` for the arguments."""
-    from specdec_jax import generate  # which calibrates gamma with a pair
-
+  def generate(self, texts: Iterable[str], **arguments: Any) -> list[generate.Output]:
+    """Return the outputs for texts; see `specdec_jax.generate.outputs` for the arguments."""
     return generate.generate(self, texts, **arguments)
 
   def stream(self, text: str, **arguments: Any) -> Iterator[str]:
     """Yield the output for a text in pieces; see `specdec_jax.generate.stream`."""
-    from specdec_jax import generate
-
     return generate.stream(self, text, **arguments)
-
-  def beam_search(self, texts: Sequence[str], **arguments: Any) -> "list[list[Output]]":
-    """Return all outputs of a beam search; see `specdec_jax.generate.beam_search`."""
-    from specdec_jax import generate
-
-    return generate.beam_search(self, texts, **arguments)
 
   @property
   def vocabulary(self) -> Vocabulary:

@@ -125,13 +125,15 @@ def to_bindings(arguments: Sequence[str]) -> list[str]:
 
   `--num_texts 5`, `--num-texts=5` and `--gin.NUM_TEXTS=5` become `NUM_TEXTS = 5`; a flag alone is
   True. A text that begins with `@` or `%` is a reference or a macro of gin; otherwise, the type of
-  the setting tells how it is read (`flag_values.read`). `--draft` and `--verifier` take names
+  the setting tells how it is read (`flag_values.read`). `--gamma 3,5` sets GAMMAS if there is no
+  setting GAMMA. `--draft` and `--verifier` take names
   (`registry`), whose settings are flags too. Words are values of the setting NAMES.
 
   Raises:
     InputError: there is no such setting, its value is of another type, or the run takes no words.
   """
   words, given, bindings = _split(arguments)
+  given = {_plural(name): text for name, text in given.items()}
   if {name.upper() for name in given} & {*_CHECKPOINT_MACROS} and "PAIR" in macros():
     gin.parse_config_file(_CHECKPOINTS)
   kinds = _kinds()
@@ -171,6 +173,12 @@ def _split(arguments: Sequence[str]) -> tuple[list[str], dict[str, str | None], 
     else:
       given[name.lower()] = value
   return words, given, bindings
+
+
+def _plural(name: str) -> str:
+  """Return the setting that takes several values of `name`, if only that exists."""
+  kinds = _kinds()
+  return f"{name}s" if name.upper() not in kinds and f"{name}s".upper() in kinds else name
 
 
 def _value(name: str, text: str | None, kind: Any) -> str:
@@ -279,14 +287,14 @@ def parse_bindings(bindings: Sequence[str]) -> None:
   names = {binding.partition("=")[0].strip() for binding in bindings}
   known = {*macros()}
   try:
-    gin.parse_config(bindings)
     parameters = _parameters()
+    gin.parse_config(bindings)
     known |= {name.upper() for name in (*parameters, *(_NAMES if "PAIR" in macros() else ()))}
     for name, (selector, _) in parameters.items():
-      if name.upper() in macros():
+      bound = gin.get_bindings(selector, resolve_references=False)
+      if name.upper() in macros() and name not in bound:
         gin.parse_config(f"{selector}.{name} = %{name.upper()}")
-    references = gin.config.iterate_references(gin.config._CONFIG)
-    used = {ref.config_key[0] for ref in references if ref.config_key[1] == "gin.macro"}
+    used = _used_macros()
     known |= used
     if unknown := names & {*macros()} - known:
       raise InputError(f"There is no setting {_as_flags(unknown)}; there are {_as_flags(known)}.")
@@ -300,7 +308,8 @@ def parse_bindings(bindings: Sequence[str]) -> None:
 def _parameters() -> dict[str, tuple[str, inspect.Parameter]]:
   """Return settings that no file binds, each with the gin selector of its function.
 
-  These are the parameters of the run's function, and the fields of its `generation`.
+  These are the parameters of the run's function, and the fields of its `generation`, except for
+  those whose macro another binding uses, or of which the function takes several values.
   """
   experiment = gin.get_bindings(run, resolve_references=False).get("experiment")
   if not isinstance(experiment, gin.config.ConfigurableReference):
@@ -313,9 +322,10 @@ def _parameters() -> dict[str, tuple[str, inspect.Parameter]]:
   if isinstance(generation, gin.config.ConfigurableReference):
     selector = generation.scoped_selector
     fields = inspect.signature(generation.configurable.wrapped).parameters
-    bound = gin.get_bindings(selector, resolve_references=False)
-    others = {name: (selector, x) for name, x in fields.items() if name not in bound}
-    found = {name: x for name, x in others.items() if name.upper() not in macros()} | found
+    bound, used = gin.get_bindings(selector, resolve_references=False), _used_macros()
+    for name, x in fields.items():
+      if name not in bound and name.upper() not in used and {name, f"{name}s"}.isdisjoint(found):
+        found[name] = selector, x
   return found
 
 
@@ -348,6 +358,11 @@ def macros() -> dict[str, object]:
   """Return the macros of the parsed gin files."""
   config = gin.config._CONFIG
   return {name: bound["value"] for (name, kind), bound in config.items() if kind == "gin.macro"}
+
+
+def _used_macros() -> set[str]:
+  references = gin.config.iterate_references(gin.config._CONFIG)
+  return {ref.config_key[0] for ref in references if ref.config_key[1] == "gin.macro"}
 
 
 def _as_flags(names: Iterable[str]) -> str:

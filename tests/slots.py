@@ -17,8 +17,8 @@ from scipy import special
 
 from specdec_jax.batching import Texts, decode_texts, one_row
 from specdec_jax.core.counts import num_rounds
+from specdec_jax.core.decode import DecodeSettings
 from specdec_jax.core.generation_config import GenerationConfig
-from specdec_jax.core.loading import DecodeSettings
 from specdec_jax.core.processors import Processors
 from specdec_jax.core.sampling import Sampling, row_keys
 from specdec_jax.core.trees import AnyTree

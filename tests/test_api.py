@@ -231,8 +231,10 @@ def test_notebook_runs_from_top_to_bottom(capsys, monkeypatch):
 @pytest.mark.slow
 def test_beam_search_returns_the_best_text_first():
   pair = own_pair()
-  found = pair.beam_search(TEXTS, beams=3, gamma=2, batch_size=2, **SHORT)
-  plain = pair.beam_search(TEXTS, beams=3, gamma=0, **SHORT)
+  how = dict(num_beams=3, num_return_sequences=3, beam_scorer="t5x", **SHORT)
+  found = [pair.generate([text], gamma=2, batch_size=2, **how) for text in TEXTS]
+  plain = [pair.generate([text], gamma=0, **how) for text in TEXTS]
+  assert [*map(str, pair.generate(TEXTS, gamma=2, **how))] == [str(x) for of in found for x in of]
   assert [[*map(str, texts)] for texts in found] == [[*map(str, texts)] for texts in plain]
   assert {*map(len, found)} <= {2, 3}  # fewer if fewer ended
   for texts, same in zip(found, plain):
@@ -240,18 +242,19 @@ def test_beam_search_returns_the_best_text_first():
     assert scores == sorted(scores, reverse=True)
     assert scores == pytest.approx([text.score for text in same], abs=1e-5)
     assert texts[0].text == pair.vocabulary.decode(texts[0].tokens)
-    assert texts[0].rounds is None and texts[0].acceptance_length is None
+    assert texts[0].acceptance_length > same[0].acceptance_length
 
 
 @pytest.mark.parametrize(
   "how, said",
   [
-    (dict(beams=0), "beams is 0"),
-    (dict(beams=3, draft_beams=2), "The draft has 2 beams and the search 3"),
-    (dict(gamma=-1), "gamma is -1"),
-    (dict(beams=64), "more than the vocabulary's"),
+    (dict(num_beams=0), "num_beams is 0"),
+    (dict(num_beams=3, draft_beams=2), "The draft has 2 beams and the search 3"),
+    (dict(num_beams=4, gamma=-1), "gamma is -1"),
+    (dict(num_beams=64), "more than the vocabulary's"),
+    (dict(draft_beams=4), "draft_beams and nodes are for a beam search"),
   ],
 )
 def test_unsupported_beam_search_raises(how, said):
   with pytest.raises(InputError, match=said):
-    own_pair().beam_search(TEXTS, **how, **SHORT)
+    own_pair().generate(TEXTS, **how, **SHORT)

@@ -17,13 +17,12 @@ import pytest
 import tiny_pair
 
 from specdec_jax import run as command_line
-from specdec_jax.core.loading import DecodeSettings
-from specdec_jax.core.sampling import Sampling
+from specdec_jax.core.generation_config import GenerationConfig
 from specdec_jax.core.trees import chain
 from specdec_jax.errors import InputError
 from specdec_jax.measure import calibrate
 from specdec_jax.serve.decode import decode
-from specdec_jax.serve.lines import count_records, decode_lines
+from specdec_jax.serve.lines import count_records
 
 pytest.importorskip("apache_beam", reason="Apache Beam is not installed")
 beam_pipeline = importlib.import_module("specdec_jax.serve.beam_pipeline")
@@ -32,10 +31,9 @@ pytestmark = pytest.mark.slow
 
 HERE = pathlib.Path(__file__).resolve().parent
 BATCH, LIMIT, GAMMA = 3, 12, 3
-SAMPLING = Sampling(temperature=1.0)
 TEXTS = [*tiny_pair.SENTENCES[:10], "", *tiny_pair.SENTENCES[10:21]]  # the last batch has one text
-DECODING = DecodeSettings(SAMPLING, BATCH, LIMIT)
-SETTINGS = dict(sampling=SAMPLING, gamma=GAMMA, batch_size=BATCH, max_new_tokens=LIMIT)
+SAMPLED = dict(temperature=1.0, max_new_tokens=LIMIT)
+SETTINGS = dict(generation=GenerationConfig(**SAMPLED), gamma=GAMMA, batch_size=BATCH)
 WIDTH = 8  # source tokens: the rest is cut
 
 
@@ -83,24 +81,22 @@ def copied(finished, tmp_path) -> pathlib.Path:
   return tmp_path
 
 
-def test_records_counters_and_summary_are_those_of_decode_lines(finished, tmp_path, capsys):
+def test_records_counters_and_summary_are_those_of_generate(finished, tmp_path, capsys):
   records = [json.loads(line) for line in outputs(finished).splitlines()]
   assert [(r["index"], r["source"]) for r in records] == [*enumerate(TEXTS)]
   lengths = [path.read_bytes().count(b"\n") for path in sorted(finished.glob("outputs-*"))]
   assert lengths == [6, 6, 6, 4]
   pair = LoadPair()()
-  texts, decoded = zip(*decode_lines(pair, TEXTS, chain(GAMMA), DECODING))
-  assert [r["output"] for r in records] == [*texts]
-  rows = [row.tokens[0].tolist() for row in decoded if row]
-  padded = [r["tokens"] + [0] * (LIMIT - len(r["tokens"])) for r in records if r["source"]]
-  assert padded == rows
+  own = pair.generate(TEXTS, gamma=GAMMA, **SAMPLED)
+  own = [(output.text, output.tokens.tolist()) for text, output in zip(TEXTS, own) if text]
+  assert [(r["output"], r["tokens"]) for r in records if r["source"]] == own
   assert records[10] == dict(
     index=10, source="", output="", tokens=[], rounds=0, draft_tokens=0, accepted=0
   )
   counts = count_records(records)
   rate = counts["accepted"] / counts["draft_tokens"]
   assert 0.1 < rate < 0.95
-  handler = beam_pipeline.SpeculativeModelHandler(LoadPair(), chain(GAMMA), DECODING)
+  handler = beam_pipeline.SpeculativeModelHandler(LoadPair(), chain(GAMMA), BATCH, **SAMPLED)
   shards = []
   for first in (0, 9, 18):
     shards.append((f"{tmp_path}/inputs-{first}", f"{tmp_path}/outputs-{first}", first))
@@ -148,7 +144,7 @@ def test_worker_processes_of_the_command_write_the_same_outputs(finished, tmp_pa
     "PIPELINE_OPTIONS": ["--direct_running_mode=multi_processing", "--direct_num_workers=2"],
     "NUM_SHARDS": 4,
     "GAMMA": GAMMA,
-    "TEMPERATURE": SAMPLING.temperature,
+    "TEMPERATURE": 1.0,
     "BATCH_SIZE": BATCH,
     "MAX_NEW_TOKENS": LIMIT,
     "load.load_pair.target": str(model / "target"),
@@ -205,7 +201,7 @@ def test_finished_shards_are_not_decoded_again(copied, finished, monkeypatch):
   def refuse(*args, **kwargs):
     raise TypeError("decoded again")
 
-  monkeypatch.setattr("specdec_jax.serve.beam_pipeline.decode_lines", refuse)
+  monkeypatch.setattr("specdec_jax.serve.beam_pipeline.outputs", refuse)
   run(copied)
   assert outputs(copied) == outputs(finished)
   (copied / "outputs-00002-of-00004.jsonl").unlink()
@@ -218,7 +214,8 @@ def test_finished_shards_are_not_decoded_again(copied, finished, monkeypatch):
   [
     ("seed", dict(seed=1)),
     ("gamma", dict(gamma=2)),
-    ("temperature", dict(sampling=Sampling(0.0))),
+    ("temperature", dict(generation=GenerationConfig(max_new_tokens=LIMIT))),
+    ("top_k", dict(generation=GenerationConfig(top_k=3, **SAMPLED))),
     ("num_shards", dict(num_shards=3)),
     ("pair", dict(load_pair=tiny_pair.pair)),
     ("inputs", dict(num_texts=None, texts=[*TEXTS[:-1], "Zwei"])),

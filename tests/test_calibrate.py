@@ -10,7 +10,8 @@ import tiny_pair
 from tiny import autoregressive_decode
 
 from specdec_jax.commands.translate import translate
-from specdec_jax.core.loading import DecodeSettings
+from specdec_jax.core.decode import DecodeSettings
+from specdec_jax.core.generation_config import GenerationConfig
 from specdec_jax.core.sampling import Sampling, row_keys
 from specdec_jax.core.trees import Tree, branching, chain
 from specdec_jax.errors import InputError
@@ -24,7 +25,6 @@ from specdec_jax.measure.calibrate import (
   resolve_tree,
 )
 from specdec_jax.measure.costs import Costs
-from specdec_jax.serve.lines import decode_lines
 from specdec_jax.theory import best_tree, expected_rounds, text_improvement, tree_rates, tree_tokens
 
 GREEDY = Sampling(0.0)
@@ -348,13 +348,14 @@ def test_settings_that_a_calibration_depends_on():
 
 
 def test_gamma_0_decodes_autoregressively():
-  pair, sampling = tiny_pair.pair(), Sampling()
-  _, decoded = zip(*decode_lines(pair, TEXTS, chain(0), DecodeSettings(sampling, 4, 12, seed=3)))
-  settings = dict(max_new_tokens=12, sampling=sampling)
+  pair = tiny_pair.pair()
+  decoded = pair.generate(TEXTS, gamma=0, temperature=1.0, max_new_tokens=12, batch_size=4, seed=3)
+  settings = dict(max_new_tokens=12, sampling=Sampling())
   own = autoregressive_decode(
     pair.target.model, pair.target.params, pair.prompt(TEXTS), row_keys(3, 0, 4), **settings
   )
-  np.testing.assert_array_equal([row.tokens[0] for row in decoded], own.tokens)
+  for output, tokens, length in zip(decoded, own.tokens, own.lengths, strict=True):
+    np.testing.assert_array_equal(output.tokens, tokens[:length])
   assert decoded[0].rounds.draft_tokens.shape[-1] == 0
 
 
@@ -362,12 +363,12 @@ def translated(tmp_path, pair, tree):
   """Return the lines that the command writes for TEXTS at temperature 0."""
   (tmp_path / "in.txt").write_text("".join(f"{text}\n" for text in TEXTS))
   files = str(tmp_path / "in.txt"), str(tmp_path / "out.txt")
-  translate(pair, *files, batch_size=2, max_new_tokens=12, tree=tree)
+  translate(pair, *files, GenerationConfig(max_new_tokens=12), batch_size=2, tree=tree)
   return (tmp_path / "out.txt").read_text().splitlines()
 
 
 def plain_lines(pair):
-  return [text for text, _ in decode_lines(pair, TEXTS, chain(0), DecodeSettings(GREEDY, 2, 12))]
+  return [*map(str, pair.generate(TEXTS, gamma=0, max_new_tokens=12, batch_size=2))]
 
 
 def test_given_tree_has_the_output_of_autoregressive_decoding(tmp_path):

@@ -23,8 +23,8 @@ from specdec_jax import pair as pair_module
 from specdec_jax.commands.check import check_exactness
 from specdec_jax.core import decode, trees
 from specdec_jax.core import sampling as sampling_module
+from specdec_jax.core.decode import DecodeSettings
 from specdec_jax.core.generation_config import GenerationConfig
-from specdec_jax.core.loading import DecodeSettings
 from specdec_jax.core.sampling import Sampling, distribution, sample
 from specdec_jax.core.trees import DynamicTree, Tree, branching, chain
 from specdec_jax.core.types import DecodeResult, Proposal, Rounds, Verification, Verifier

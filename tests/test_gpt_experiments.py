@@ -15,7 +15,7 @@ from specdec_jax import run
 from specdec_jax.commands.check import check_exactness
 from specdec_jax.commands.speedup import decode_examples
 from specdec_jax.core.counts import acceptance_rate
-from specdec_jax.core.loading import DecodeSettings
+from specdec_jax.core.decode import DecodeSettings
 from specdec_jax.core.sampling import Sampling, row_keys
 from specdec_jax.core.trees import chain
 from specdec_jax.measure.records import results_path

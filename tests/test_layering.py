@@ -82,10 +82,8 @@ def dependencies(depth: int | None, files: dict[str, pathlib.Path]) -> dict[str,
       while imported not in files and "." in imported:
         imported = imported.rpartition(".")[0]
       node, other = (".".join(full.split(".")[:depth]) for full in (name, imported))
-      # Modules may import `__version__`, which is defined before the package imports anything. The
-      # methods of `Pair` that take texts call `generate`, which imports `Pair`.
-      allowed = node, "specdec_jax", *(["specdec_jax.generate"] * (node == "specdec_jax.pair"))
-      if other in files and other not in allowed:
+      # Modules may import `__version__`, which is defined before the package imports anything.
+      if other in files and other not in (node, "specdec_jax"):
         graph.setdefault(node, set()).add(other)
   return graph
 

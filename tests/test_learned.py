@@ -463,4 +463,4 @@ def test_draft_that_reads_the_targets_cache_raises_in_beam_search(kind):
   own = tiny_pair.random_params(config, 0)
   made = loading.head_factory(kind, config, own, pair.target)
   with pytest.raises(InputError, match="another draft"):
-    pair.with_draft(made).beam_search(tiny_pair.SENTENCES[:1], beams=2, gamma=2, max_new_tokens=4)
+    pair.with_draft(made).generate(tiny_pair.SENTENCES[:1], num_beams=2, max_new_tokens=4)

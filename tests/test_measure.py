@@ -21,7 +21,7 @@ from specdec_jax.core.counts import (
   num_rounds,
   num_tokens,
 )
-from specdec_jax.core.loading import DecodeSettings
+from specdec_jax.core.decode import DecodeSettings
 from specdec_jax.core.sampling import Sampling, row_keys
 from specdec_jax.core.trees import DynamicTree, chain
 from specdec_jax.core.types import DecodeResult, Rounds, Verification

@@ -12,8 +12,7 @@ import tiny_pair
 from tiny import autoregressive_decode, speculative_decode
 
 from specdec_jax.core.context import Context
-from specdec_jax.core.decode import Decoder
-from specdec_jax.core.loading import DecodeSettings
+from specdec_jax.core.decode import Decoder, DecodeSettings
 from specdec_jax.core.sampling import Sampling, distribution
 from specdec_jax.core.trees import branching, chain
 from specdec_jax.core.verify.tokens import TokenVerifier

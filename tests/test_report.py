@@ -13,6 +13,7 @@ from experiments.drafts.drafts import drafts_report
 from experiments.trees.trees import lengths_report
 from specdec_jax.commands import speedup
 from specdec_jax.commands.quickstart import quickstart
+from specdec_jax.generate import GenerateCall
 from specdec_jax.measure import records, speed
 from specdec_jax.measure.report import report
 from specdec_jax.measure.rounds import Branch, Example, Round
@@ -366,14 +367,14 @@ def calls(monkeypatch):
       measured.append(setting)
       yield setting.replace(speedup=1 + setting.settings.gamma / 10)
 
-  def decode(pair, lines, tree, settings):
-    decoded.append((settings.sampling.temperature, len(lines)))
-    return decode_lines(pair, lines, tree, settings)
+  def decode(call, sources, *args, **how):
+    decoded.append((call.config.temperature, len(sources)))
+    return own_decode(call, sources, *args, **how)
 
-  decode_lines = speedup.decode_lines
+  own_decode = GenerateCall.decode
   monkeypatch.setattr(speed, "measure_speed", lambda *args: None)
   monkeypatch.setattr(speed, "_records", invent)
-  monkeypatch.setattr(speedup, "decode_lines", decode)
+  monkeypatch.setattr(GenerateCall, "decode", decode)
   return measured, decoded
 
 

@@ -11,8 +11,7 @@ import tiny
 import tiny_pair
 from test_exactness import JudgedBy, bonus_of_the_draft_token_before, forgetful, judge_with
 
-from specdec_jax.core.decode import Decoder
-from specdec_jax.core.loading import DecodeSettings
+from specdec_jax.core.decode import Decoder, DecodeSettings
 from specdec_jax.core.sampling import Sampling, row_keys, sample, sample_logits
 from specdec_jax.core.trees import Tree, branching, chain
 from specdec_jax.core.types import Proposal, Verification, Verifier

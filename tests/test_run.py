@@ -32,6 +32,7 @@ def work(
   top_p: float = 1.0,
   dry_run: bool = False,
   words: Sequence[str] = (),
+  stops: str | Sequence[str] | None = None,
   anything: Any = None,
 ):
   import os
@@ -165,6 +166,9 @@ def parsed(folder):
     ("--trees 0,0,1", "TREES = ((0, 0, 1),)"),
     ("--trees '[[0], [0, 1]]'", "TREES = [[0], [0, 1]]"),
     ("--words a,b", "WORDS = ('a', 'b')"),
+    ("--stops ', '", "STOPS = ', '"),
+    ("--stops '[\", \"]'", "STOPS = [', ']"),
+    ("--word a,b", "WORDS = ('a', 'b')"),
     ("--anything 3", "ANYTHING = 3"),
     ("--anything 3x", "ANYTHING = '3x'"),
     ("--dry_run false", "DRY_RUN = False"),

@@ -3,7 +3,7 @@
 import pytest
 import tiny_pair
 
-from specdec_jax.core.loading import DecodeSettings
+from specdec_jax.core.decode import DecodeSettings
 from specdec_jax.core.sampling import Sampling
 from specdec_jax.measure import records
 from specdec_jax.measure.records import settings_to_measure

@@ -3,6 +3,7 @@
 The command runs in the process of the tests, except in two tests of the command line itself.
 """
 
+import dataclasses
 import fcntl
 import io
 import json
@@ -30,7 +31,6 @@ from specdec_jax.run import main
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 LINES = [tiny_pair.SENTENCES[i] for i in (0, 14, 33, 60, 80)]
 LONGEST = 32  # source tokens
-GENERATION = "generation_config.GenerationConfig"
 LIMIT = 12  # tokens of a translation
 
 
@@ -38,7 +38,7 @@ def arguments(**macros):
   """Return the command line with the tiny pair; lower-case keys name its parts."""
   settings = {
     "load.load_pair.max_source_tokens": LONGEST,
-    "translate.translate.max_new_tokens": LIMIT,
+    "MAX_NEW_TOKENS": LIMIT,
     "GAMMA": 3,
   }
   parts = dict(target="target", draft="near", vocabulary="vocabulary.model")
@@ -130,7 +130,7 @@ def test_beam_search_returns_the_most_probable_translation(run):
     searcher.run(pair.params, pair.prompt([line]), max_new_tokens=LIMIT).tokens[0, 0]
     for line in LINES[:3]
   ]
-  result = run([*LINES[:2], "", LINES[2]], BEAMS=3)
+  result = run([*LINES[:2], "", LINES[2]], NUM_BEAMS=3, BEAM_SCORER="t5x")
   own = [pair.vocabulary.decode(tokens.tolist()) for tokens in found]
   assert result.lines == [*own[:2], "", own[2]] and result.lines != targets_own(LINES[:2])
 
@@ -236,16 +236,16 @@ def test_terminal_input_is_decoded_line_by_line_without_a_bar(run, monkeypatch, 
   stdin = io.TextIOWrapper(io.BytesIO("\n".join(LINES).encode()), encoding="utf-8")
   monkeypatch.setattr(stdin, "isatty", lambda: True, raising=False)
   monkeypatch.setattr(sys, "stdin", stdin)
-  read, decode_lines, record = [], translate.decode_lines, translate.output_record
+  read, outputs, record = [], translate.outputs, translate.output_record
 
-  def reading(pair, lines, *args):
-    return decode_lines(pair, (read.append(line) or line for line in lines), *args)
+  def reading(pair, lines, **how):
+    return outputs(pair, (read.append(line) or line for line in lines), **how)
 
   def record_of_last(index, *args):
     assert len(read) == index + 1  # no line is read before the output of the one before
     return record(index, *args)
 
-  monkeypatch.setattr(translate, "decode_lines", reading)
+  monkeypatch.setattr(translate, "outputs", reading)
   monkeypatch.setattr(translate, "output_record", record_of_last)
   result = run(INPUT="-", BATCH_SIZE=batch_size)
   assert result.lines == targets_own(LINES) and len(read) == len(LINES)
@@ -314,7 +314,7 @@ def interrupt(run, monkeypatch):
   "macros",
   [
     {"TEMPERATURE": 1.0, "BATCH_SIZE": 2},
-    pytest.param({"BEAMS": 2, "BATCH_SIZE": 2}, marks=pytest.mark.slow),
+    pytest.param({"NUM_BEAMS": 2, "BATCH_SIZE": 2}, marks=pytest.mark.slow),
   ],
   ids=str,
 )
@@ -453,13 +453,13 @@ def test_input_cannot_be_the_output(run, decoded, name):
 
 
 def test_line_breaks_in_an_output_stay_within_its_line(run, monkeypatch):
-  decode_lines = translate.decode_lines
+  outputs = translate.outputs
 
-  def with_breaks(*args):
-    for text, decoded in decode_lines(*args):
-      yield f"{text}\r\nx\ry\nz", decoded
+  def with_breaks(*args, **how):
+    for output in outputs(*args, **how):
+      yield dataclasses.replace(output, text=f"{output}\r\nx\ry\nz")
 
-  monkeypatch.setattr(translate, "decode_lines", with_breaks)
+  monkeypatch.setattr(translate, "outputs", with_breaks)
   assert run(LINES, OUTPUT="out.txt").status == 0
   raw = (run.dir / "out.txt").read_bytes().decode()
   assert raw.splitlines() == [f"{text} x y z" for text in targets_own(LINES)]
@@ -479,7 +479,7 @@ def test_output_to_a_pipe(run):
 @pytest.mark.slow
 def test_forced_token_starts_each_output(run):
   """The outputs are those of autoregressive decoding, and differ from those without the setting."""
-  setting = {f"{GENERATION}.forced_bos_token_id": 20}
+  setting = {"FORCED_BOS_TOKEN_ID": 20}
   outputs = []
   for name, settings in (("plain", {}), ("gamma_0", {"GAMMA": 0, **setting}), ("gamma_3", setting)):
     assert run(LINES, OUTPUT=f"{name}.jsonl", **settings).status == 0
@@ -498,23 +498,18 @@ def test_forced_token_starts_each_output(run):
     ({"GAMMA": 2.5}, "gamma is 2.5"),
     ({"TOP_P": 1.5}, "top_p is 1.5"),
     ({"BATCH_SIZE": 0}, "batch_size is 0"),
-    ({"translate.translate.max_new_tokens": 0}, "max_new_tokens is 0"),
+    ({"MAX_NEW_TOKENS": 0}, "max_new_tokens is 0"),
     ({"INPUT": "gone.txt"}, "no text file at gone.txt"),
     ({"INPUT": "."}, "no text file at ."),
     ({"draft": "small"}, "vocabulary of 60 tokens"),
     ({"OUTPUT": "nosuch/out.txt"}, "nosuch/out.txt"),
     ({"OUTPUT": ""}, "No such file or directory: ''"),
     ({"OUTPUT": "folder"}, "folder"),
-    ({"BEAMS": 0}, "beams is 0"),
-    ({"BEAMS": 2, "TEMPERATURE": 1.0}, "A beam search samples nothing"),
-    (
-      {"BEAMS": 2, f"{GENERATION}.repetition_penalty": 1.3},
-      "generation unset",
-    ),
-    (
-      {f"{GENERATION}.top_k": 3},
-      "generation has top_k, which a command does not",
-    ),
+    ({"NUM_BEAMS": 0}, "num_beams is 0"),
+    ({"NUM_BEAMS": 2, "TEMPERATURE": 1.0}, "a beam search does not sample"),
+    ({"NUM_BEAMS": 2, "TREE": [0, 0]}, "a beam search has no tree"),
+    ({"NUM_RETURN_SEQUENCES": 2, "TEMPERATURE": 1.0}, "A line has one output"),
+    ({"NODES": 9}, "draft_beams and nodes are for a beam search"),
   ],
   ids=str,
 )

@@ -1,6 +1,6 @@
 """Compare speculative beam search with plain beam search: texts, steps per target call, and speed.
 
-Axis letters are those of `beam_search`.
+Axis letters are those of `beams`.
 """
 
 import functools
@@ -16,7 +16,7 @@ from jaxtyping import Int
 
 from specdec_jax.beams import BeamResult, BeamSearcher
 from specdec_jax.core.counts import require_finite
-from specdec_jax.core.loading import DecodeSettings
+from specdec_jax.core.decode import DecodeSettings
 from specdec_jax.core.sampling import Sampling
 from specdec_jax.data.quality import quality
 from specdec_jax.errors import InputError

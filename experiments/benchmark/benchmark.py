@@ -20,7 +20,7 @@ from rich.table import Table
 from rich.text import Text
 
 from specdec_jax.core.atomic_files import atomic_write
-from specdec_jax.core.loading import DecodeSettings
+from specdec_jax.core.decode import DecodeSettings
 from specdec_jax.core.sampling import Sampling, row_keys
 from specdec_jax.core.trees import chain
 from specdec_jax.measure.costs import (

@@ -23,16 +23,16 @@ from matplotlib.patches import Patch, Rectangle
 from experiments.paper.paper import PaperRow, load_table
 from specdec_jax import theory
 from specdec_jax.core.atomic_files import atomic_write
-from specdec_jax.core.loading import DecodeSettings
+from specdec_jax.core.decode import DecodeSettings
 from specdec_jax.core.sampling import Sampling
 from specdec_jax.core.trees import chain
 from specdec_jax.errors import InputError
+from specdec_jax.generate import GenerateCall
 from specdec_jax.measure.records import Record, read
-from specdec_jax.measure.rounds import Round, read_rounds
+from specdec_jax.measure.rounds import Round
 from specdec_jax.measure.tables import sampling_text
 from specdec_jax.pair import Pair
 from specdec_jax.run import parse_gin
-from specdec_jax.serve.lines import decode_lines
 
 # Colours that colour-blind readers can distinguish (Okabe and Ito).
 BLUE, SKY, GREEN, RED = "#0072B2", "#56B4E9", "#009E73", "#D55E00"
@@ -442,9 +442,10 @@ def trace(pair: Pair, text: str, gamma: int = 7, temperature: float = 0.0, seed:
     seed: random seed.
   """
   settings = DecodeSettings(Sampling(temperature), max_new_tokens=64, seed=seed)
-  ((_, decoded),) = decode_lines(pair, [text], chain(gamma), settings)
-  rounds = read_rounds(decoded, 0, pair.vocabulary.pieces)
-  count = f"{int(decoded.lengths[0])} tokens from {len(rounds)} target forward passes"
+  call = GenerateCall.of(pair, settings, chain(gamma))
+  ((output,),) = call.decode([pair.encode(text)], [0], None, size=1, seed=seed)
+  rounds = output.round_texts
+  count = f"{len(output.tokens)} tokens from {len(rounds)} target forward passes"
   title = f"{count}, γ = {gamma}, temperature {temperature:g}"
   if pair.continues and text:
     title += f", after '{text}'"

@@ -20,7 +20,7 @@ from experiments.gamma.oracles import acceptances, oracles
 from experiments.gamma.stopping import auc, certainties, in_a_row, stopped_speedup
 from specdec_jax.contrib.stopping import stopping_draft
 from specdec_jax.core.counts import identical, num_rounds, num_tokens, require_finite
-from specdec_jax.core.loading import DecodeSettings
+from specdec_jax.core.decode import DecodeSettings
 from specdec_jax.core.sampling import Sampling, row_keys
 from specdec_jax.core.trees import chain
 from specdec_jax.core.types import DecodeResult

@@ -211,7 +211,7 @@ def measure_identity(run: Run, settings: list[Line]) -> Iterator[Line]:
 
 def measure_auto(run: Run, settings: list[Line]) -> Iterator[Line]:
   """Calibrate gamma and the tree, as 'auto' does."""
-  from specdec_jax.core.loading import DecodeSettings
+  from specdec_jax.core.decode import DecodeSettings
   from specdec_jax.core.sampling import Sampling
   from specdec_jax.measure.calibrate import calibrate
   from specdec_jax.random_models import random_pair

@@ -24,8 +24,7 @@ from rich.console import Console
 
 from specdec_jax.core.context import Context
 from specdec_jax.core.counts import num_rounds, num_tokens
-from specdec_jax.core.decode import Decoder
-from specdec_jax.core.loading import DecodeSettings
+from specdec_jax.core.decode import Decoder, DecodeSettings
 from specdec_jax.core.sampling import Sampling, row_keys
 from specdec_jax.core.trees import chain, require_chain
 from specdec_jax.core.types import DecodeResult, Outcome, Params, Proposal, WrappedDraft

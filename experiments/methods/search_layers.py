@@ -20,7 +20,7 @@ from jaxtyping import Float, Int
 
 from experiments.table3.acceptance import ALPHA_OF_TEXT
 from specdec_jax.core.counts import require_finite
-from specdec_jax.core.loading import DecodeSettings
+from specdec_jax.core.decode import DecodeSettings
 from specdec_jax.core.sampling import Sampling, distribution, row_keys
 from specdec_jax.core.trees import chain
 from specdec_jax.core.types import Model

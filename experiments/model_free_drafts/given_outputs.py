@@ -19,7 +19,7 @@ from jax import Array
 from specdec_jax import theory
 from specdec_jax.core.arrays import gather
 from specdec_jax.core.counts import acceptance_by_position, acceptance_rate, num_rounds, num_tokens
-from specdec_jax.core.loading import DecodeSettings
+from specdec_jax.core.decode import DecodeSettings
 from specdec_jax.core.sampling import Sampling, row_keys
 from specdec_jax.core.trees import AnyTree, NodeLayout, chain, place_chain
 from specdec_jax.core.types import DraftSpec, Loaded

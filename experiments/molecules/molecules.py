@@ -20,7 +20,7 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, proce
 
 from specdec_jax.commands.train import train_speculator
 from specdec_jax.contrib.prompt_lookup_or_ngrams import prompt_lookup_or_ngrams
-from specdec_jax.core.loading import DecodeSettings
+from specdec_jax.core.decode import DecodeSettings
 from specdec_jax.core.sampling import Sampling
 from specdec_jax.core.types import LoadsDraft
 from specdec_jax.drafts.backoff import backoff_ngrams

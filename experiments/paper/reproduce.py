@@ -21,7 +21,7 @@ from experiments.paper.paper import PAPERS_OWN, load_table, target_and_task
 from experiments.paper.paper_tables import paper_table
 from experiments.table3.acceptance import acceptance
 from specdec_jax.checkpoints.load import open_checkpoint
-from specdec_jax.core.loading import DecodeSettings
+from specdec_jax.core.decode import DecodeSettings
 from specdec_jax.core.sampling import Sampling
 from specdec_jax.core.types import DraftSpec, Loaded
 from specdec_jax.data.text import read_lines

@@ -2,17 +2,16 @@
 
 import itertools
 import pathlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 from rich.console import Console
 
-from specdec_jax.core.counts import acceptance_rate, num_rounds, num_tokens
-from specdec_jax.core.loading import DecodeSettings
+from specdec_jax.core.decode import DecodeSettings
 from specdec_jax.core.sampling import Sampling
 from specdec_jax.core.trees import AnyTree, chain
-from specdec_jax.core.types import DecodeResult
 from specdec_jax.data.text import read_lines
+from specdec_jax.generate import GenerateCall, Output
 from specdec_jax.measure import records
 from specdec_jax.measure.costs import interleaved_seconds, ratio_range
 from specdec_jax.measure.progress import Progress
@@ -28,7 +27,6 @@ from specdec_jax.measure.tables import (
   render,
 )
 from specdec_jax.pair import Pair
-from specdec_jax.serve.lines import decode_lines
 
 
 def measure_throughput(
@@ -91,25 +89,32 @@ def _measured(
 ) -> records.Record:
   """Return a record with measurements."""
 
-  def decode(lines: Iterable[str]) -> tuple[list[str], list[DecodeResult]]:
-    outputs, decoded = zip(*decode_lines(pair, lines, tree, settings))
-    return [*outputs], [*filter(None, decoded)]
+  call, size = GenerateCall.of(pair, settings, tree), settings.batch_size
+  sources, index = [*map(pair.encode, texts)], [*range(len(texts))]
 
-  # `decode_lines` decodes an iterator batch by batch, and a sequence by continuous batching.
-  calls = [lambda: decode(iter(texts)), lambda: decode(texts)]
-  (batches_s, slots_s), results = interleaved_seconds(calls, repeats)
-  (batch_texts, in_batches), (slot_texts, in_slots) = results
+  def decode(start: int = 0, stop: int | None = None) -> list[Output]:
+    chosen = slice(start, stop)
+    found = call.decode(sources[chosen], index[chosen], None, size=size, seed=settings.seed)
+    return [output for (output,) in found]
+
+  def in_batches() -> list[Output]:
+    starts = range(0, len(texts), size)
+    return [output for start in starts for output in decode(start, start + size)]
+
+  (batches_s, slots_s), results = interleaved_seconds([in_batches, decode], repeats)
+  by_batches, by_slots = results
   before, after = float(np.median(batches_s)), float(np.median(slots_s))
   low, high = ratio_range(before / after, batches_s / slots_s)
-  tokens = num_tokens(in_slots)
-  rows = [[row for each in found for row in each.tokens] for found in (in_batches, in_slots)]
-  same = all(np.array_equal(one, other) for one, other in zip(*rows, strict=True))
+  tokens = sum(len(output.tokens) for output in by_slots)
+  rounds = sum(len(output.rounds.num_emitted) for output in by_slots if output.rounds)
+  accepted, rejected = np.sum([output.acceptance_counts for output in by_slots], axis=0)
+  pairs = zip(by_batches, by_slots, strict=True)
   return setting.replace(
     num_tokens=tokens,
-    rounds=num_rounds(in_slots),
-    tokens_per_round=tokens / num_rounds(in_slots),
-    acceptance_rate=acceptance_rate(in_slots) if tree.num_draft_tokens else None,
-    identical=same and batch_texts == slot_texts,
+    rounds=rounds,
+    tokens_per_round=tokens / rounds,
+    acceptance_rate=float(accepted / (accepted + rejected)) if tree.num_draft_tokens else None,
+    identical=all(np.array_equal(one.tokens, other.tokens) for one, other in pairs),
     baseline_tokens_per_s=tokens / before,
     speculative_tokens_per_s=tokens / after,
     speedup=before / after,

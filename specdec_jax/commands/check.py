@@ -1,12 +1,13 @@
 """Check whether the outputs of a pair have the target's distribution, in any settings."""
 
+import dataclasses
 import functools
 from collections.abc import Sequence
 
 import jax
 from rich.console import Console
 
-from specdec_jax.core.generation_config import GenerationConfig
+from specdec_jax.core.generation_config import FILTERS, GenerationConfig
 from specdec_jax.core.sampling import Sampling, row_keys
 from specdec_jax.core.trees import AnyTree, DynamicTree, Tree, chain
 from specdec_jax.core.verify.tokens import TokenVerifier
@@ -55,6 +56,7 @@ def check_exactness(
   dynamic: Sequence[tuple[int, int]] | None = None,
   long_tokens: int = 160,
   generation: GenerationConfig | None = None,
+  temperatures: Sequence[float] | None = None,
   fixed_width: bool = False,
 ) -> None:
   """Check whether a pair is exact in each setting; exit with status 1 if a check fails.
@@ -82,7 +84,10 @@ def check_exactness(
     long_tokens: length of long outputs, which continue past EOS; 0 disables them. It is reduced if
       the target has too few positions. The last gamma (without gammas, the last shape) is checked
       with long outputs: outputs at temperature 0, and rounds with the first sampling method above.
-    generation: settings of logits processors, which apply in all checks except the first.
+    generation: settings of logits processors, which apply in all checks except the first, and of
+      the filters of sampling, such as top_k.
+    temperatures: if it is given, or `generation` has filters, sampling methods with these
+      temperatures (by default 0 and 1) and filters replace `samplings`.
     fixed_width: whether outputs at temperature 0 are compared with those of passes of equal width
       (`generate`), where no bit may differ.
 
@@ -91,6 +96,12 @@ def check_exactness(
       acceptance is simulated, or `generation` has settings other than those of logits processors.
   """
   require_seed(seed)
+  generation = generation or GenerationConfig()
+  filters = {name: x for name, x in generation.given().items() if name in FILTERS}
+  if filters or temperatures is not None:
+    generation = dataclasses.replace(generation, **dict.fromkeys(filters))
+    wanted = (0.0, 1.0) if temperatures is None else temperatures
+    samplings = [GenerationConfig(temperature=t, **filters).sampling() for t in wanted]
   left_out: list[str] = []
 
   def if_supported(tree: AnyTree) -> list[AnyTree]:

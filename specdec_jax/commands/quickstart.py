@@ -8,7 +8,7 @@ from rich.padding import Padding
 from rich.text import Text
 
 from specdec_jax.commands.speedup import decode_examples, speedup
-from specdec_jax.core.loading import DecodeSettings
+from specdec_jax.core.decode import DecodeSettings
 from specdec_jax.core.sampling import Sampling, row_keys
 from specdec_jax.core.trees import Tree, chain
 from specdec_jax.errors import InputError, require_count

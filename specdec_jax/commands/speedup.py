@@ -1,22 +1,21 @@
 """Measurement of the speedup of a pair, and comparison with the predicted speedup."""
 
-import dataclasses
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Literal
 
-from specdec_jax.core.loading import DecodeSettings
+from specdec_jax.core.decode import DecodeSettings
 from specdec_jax.core.sampling import Sampling
-from specdec_jax.core.trees import AnyTree, DynamicTree, chain
+from specdec_jax.core.trees import AnyTree, chain
 from specdec_jax.data.text import read_lines
+from specdec_jax.generate import GenerateCall
 from specdec_jax.measure.calibrate import resolve_gammas
 from specdec_jax.measure.records import Record, read, results_path
 from specdec_jax.measure.report import report
-from specdec_jax.measure.rounds import Example, read_rounds
+from specdec_jax.measure.rounds import Example
 from specdec_jax.measure.speed import Baseline, own_baseline, speed_steps
 from specdec_jax.measure.sweep import sweep
 from specdec_jax.measure.tables import BUDGET, ROOFLINE, Table, records_table, speed_table
 from specdec_jax.pair import Pair
-from specdec_jax.serve.lines import decode_lines
 
 
 def speedup(
@@ -90,10 +89,10 @@ def decode_examples(
   for each in settings:
     shape = pair.proposed_tree(each.sampling, tree)
     num_nodes = None if shape.is_chain else shape.num_nodes
-    parents = () if isinstance(shape, DynamicTree) else shape.parents
-    outputs = decode_lines(pair, texts, tree, dataclasses.replace(each, batch_size=1))
-    for text, (output, decoded) in zip(texts, outputs):
-      if decoded is None:
-        continue
-      rounds = read_rounds(decoded, 0, pair.vocabulary.pieces, parents)
-      yield Example(text, output, each.sampling.temperature, shape.depth, rounds, num_nodes)
+    call = GenerateCall.of(pair, each, tree)
+    shown = [text for text in texts if pair.can_decode(text)]
+    sources = [pair.encode(text) for text in shown]
+    index = [i for i, text in enumerate(texts) if pair.can_decode(text)]
+    for text, (output,) in zip(shown, call.decode(sources, index, None, size=1, seed=each.seed)):
+      temperature = each.sampling.temperature
+      yield Example(text, output.text, temperature, shape.depth, output.round_texts, num_nodes)

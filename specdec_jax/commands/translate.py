@@ -11,24 +11,20 @@ import pathlib
 import re
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import IO, Any, Literal
 
-import jax
 from rich.console import Console
 
-from specdec_jax.beams import BeamSearcher
 from specdec_jax.core.atomic_files import atomic_write
 from specdec_jax.core.generation_config import GenerationConfig
-from specdec_jax.core.loading import DecodeSettings
-from specdec_jax.core.sampling import Sampling
-from specdec_jax.core.types import DecodeResult, Params
 from specdec_jax.data.text import read_sources, read_stdin_lines
-from specdec_jax.errors import InputError, require_count, require_seed
-from specdec_jax.measure.calibrate import params_digest, resolve_tree
+from specdec_jax.errors import InputError, require_count
+from specdec_jax.generate import Output, chosen_tree, generation_config, outputs
+from specdec_jax.measure.calibrate import params_digest
 from specdec_jax.measure.progress import Progress
 from specdec_jax.pair import Pair
-from specdec_jax.serve.lines import count_records, decode_lines, output_record
+from specdec_jax.serve.lines import count_records, output_record
 
 # A warning is printed if more than this share of a line's letters are in single-letter pieces. With
 # the captions' vocabulary the share is at most 0.22 for captions, 0.13 for news in the median, 0.4
@@ -40,26 +36,22 @@ def translate(
   pair: Pair,
   input: str | None,
   output: str = "-",
-  sampling: Sampling = Sampling(temperature=0.0),
-  gamma: int | Literal["auto"] = 5,
+  generation: GenerationConfig | None = None,
+  gamma: int | Literal["auto"] | None = None,
+  tree: Sequence[int] | Literal["auto"] | None = None,
   batch_size: int = 1,
-  max_new_tokens: int = 128,
   seed: int = 0,
   prefix: str = "",
   num_texts: int = 1,
-  tree: Sequence[int] | Literal["auto"] | None = None,
-  beams: int | None = None,
   draft_beams: int | None = None,
   nodes: int | None = None,
-  length_penalty: float = 0.6,
-  generation: GenerationConfig | None = None,
 ) -> None:
   """Translate each line of a file; with a decoder-only model, continue each line.
 
-  A line that is longer than the pair's limit is truncated. An output without EOS stops at
-  `max_new_tokens`. The output of an empty line is empty, unless the target is decoder-only. In each
-  of these cases a warning is printed on standard error. Several lines with the same warning are
-  summarized at the end.
+  Other arguments are those of `generate.outputs`. A line that is longer than the pair's limit is
+  truncated. An output without EOS stops at its limit. The output of an empty line is empty, unless
+  the target is decoder-only. In each of these cases a warning is printed on standard error. Several
+  lines with the same warning are summarized at the end.
 
   A run that writes a file appends finished lines to OUTPUT.part, which becomes OUTPUT at the end.
   If the run is interrupted, the same command resumes it after the last line. From standard input,
@@ -73,50 +65,28 @@ def translate(
       they arrive (with 'auto', after the last one, unless they are typed at a terminal).
     output: path of a file, which must not be the input; '-' for standard output. A .jsonl file has
       a record for each source (`serve.lines.output_record`).
-    gamma: draft tokens per round; 0 for autoregressive decoding; 'auto' chooses the fastest and
-      prints why.
+    generation: settings of generation; its fields are flags. They take precedence over those of
+      the checkpoint.
     batch_size: number of lines that are decoded together; always 1 if input is from a terminal.
-    max_new_tokens: limit for each output.
     prefix: text prepended to each line that is not blank, such as the prefix of a T5 task. If
       `input` is None, it is the prompt.
     num_texts: number of outputs if `input` is None.
-    tree: parents of a tree of draft tokens (`trees.Tree`), instead of a chain of gamma; 'auto'
-      chooses the fastest tree or chain.
-    beams: number of beams of a beam search by the rules of t5x (`beam_search`); None for no beam
-      search. In a beam search, gamma is the number of steps that the draft searches ahead.
-    draft_beams: number of beams of the draft; defaults to `beams`.
-    nodes: maximum number of nodes per target forward pass of a beam search; see
-      `Pair.beam_searcher`.
-    generation: settings of logits processors, such as `forced_bos_token_id` for the language of
-      outputs.
 
   Raises:
-    InputError: an argument is out of range, `generation` has settings other than those of logits
-      processors, beams are combined with a temperature above 0, a tree, 'auto' or `generation`, or
-      OUTPUT.part belongs to a run with other settings, another input or other checkpoints.
+    InputError: an argument is out of range, `generation` asks for several outputs, or OUTPUT.part
+      belongs to a run with other settings, another input or other checkpoints.
   """
-  require_seed(seed)
-  require_count("max_new_tokens", max_new_tokens)
   require_count("num_texts", num_texts)
-  pair.require_batch_size(batch_size)
   source = 0 if input == "-" else input or ""
   if os.path.isfile(source) and os.path.exists(output) and os.path.samefile(source, output):
     raise InputError(f"{output} is the input and the output; name another output.")
-  decode: Callable[..., DecodeResult] | None = None
-  processors = pair.processors(generation or GenerationConfig())
-  if beams is not None:
-    if sampling.temperature or tree is not None or gamma == "auto" or processors:
-      raise InputError(
-        "A beam search samples nothing, and its draft searches gamma steps; with beams leave the "
-        "temperature at 0, the tree and generation unset, and give gamma as a number. Pair.generate"
-        " has a beam search with logits processors."
-      )
-    searcher = pair.beam_searcher(beams, gamma, draft_beams, length_penalty, nodes)
-    decode = _best_of_beams(searcher, pair.params)
+  given = (generation or GenerationConfig()).given()
+  config, _ = generation_config(pair, None, given)
+  if (config.num_return_sequences or 1) > 1:
+    raise InputError("A line has one output; give num_return_sequences=1.")
   notes = Console(stderr=True, markup=False)
   at_terminal = input == "-" and sys.stdin.isatty()
   batch_size = 1 if at_terminal else batch_size  # so that each line is decoded at once
-  settings = DecodeSettings(sampling, batch_size, max_new_tokens, seed)
   sources: Iterable[dict[str, Any]]
   run, total = None, None
   if input == "-":
@@ -129,34 +99,46 @@ def translate(
     single = {"source": prefix}
     sources = sample = [single] * num_texts if input is None else read_sources(input, prefix)
     total = len(sample)
-    run = _run_hash(
-      pair, settings, gamma, tree, beams, draft_beams, nodes, length_penalty, generation, sample
-    )
+    settings = config, gamma, tree, batch_size, seed, draft_beams, nodes
+    run = _run_hash(pair, *settings, sample)
   totals, warned = collections.Counter[str](), collections.defaultdict[str, list[int]](list)
   with (
     _open_output(output, run) as (sink, num_done),
     Progress(disable=at_terminal or output == "-" and sys.stdout.isatty()) as bar,
   ):
-    sample_texts = [each["source"] for each in sample if pair.can_decode(each["source"])]
-    shape = resolve_tree(gamma, tree, pair, sample_texts, settings, say=notes.print)
+    if (config.num_beams or 1) == 1:
+      texts = [each["source"] for each in sample if pair.can_decode(each["source"])]
+      tree = chosen_tree(pair, texts, gamma, tree, config, batch_size, seed, say=notes.print)
+      gamma = None
     if num_done:
       notes.print(f"resuming an interrupted run after line {num_done}.")
     since = time.perf_counter()
     task = bar.add_task("decoding", total=total, completed=num_done)
     sources, rows = itertools.tee(itertools.islice(sources, num_done, None))
-    lines: Iterable[str] = (each["source"] for each in rows)
-    lines = lines if total is None else [*lines]
-    decoded = decode_lines(pair, lines, shape, settings, decode, num_done, processors)
-    for index, (fields, (text, result)) in enumerate(zip(sources, decoded), num_done):
-      record = output_record(index, fields, text, result)
+    lines: Iterable[str | None]
+    lines = (row["source"] if pair.can_decode(row["source"]) else None for row in rows)
+    decoded = outputs(
+      pair,
+      lines if total is None else [*lines],
+      gamma=gamma,
+      tree=tree,
+      batch_size=batch_size,
+      seed=seed,
+      first=num_done,
+      draft_beams=draft_beams,
+      nodes=nodes,
+      **given,
+    )
+    for index, (fields, found) in enumerate(zip(sources, decoded), num_done):
+      record = output_record(index, fields, found)
       if output.endswith(".jsonl"):
         sink.write(json.dumps(record, ensure_ascii=False) + "\n")
       else:
-        sink.write(re.sub("\r\n|[\r\n]", " ", text) + "\n")
+        sink.write(re.sub("\r\n|[\r\n]", " ", found.text) + "\n")
       sink.flush()
       bar.advance(task)
       totals.update(count_records([record]))
-      for kind, detail in _warnings(pair, record):
+      for kind, detail in _warnings(pair, record, found):
         warned[kind].append(index + 1)
         if len(warned[kind]) == 1:
           notes.print(f"warning: line {index + 1} {kind}{detail}.")
@@ -228,14 +210,14 @@ def _open_output(output: str, run: str | None) -> Iterator[tuple[IO[str], int]]:
     part.unlink()
 
 
-def _warnings(pair: Pair, record: dict) -> Iterator[tuple[str, str]]:
+def _warnings(pair: Pair, record: dict, output: Output) -> Iterator[tuple[str, str]]:
   line = record["source"]
   if not pair.can_decode(line):
     yield "is empty", "; its output is left empty"
     return
   if (cut := pair.cut(line)) is not None:
     yield f"is longer than {pair.max_source_tokens} tokens", f"; it was cut after '...{cut[-40:]}'"
-  if pair.vocabulary.eos_id not in record["tokens"]:
+  if output.finish_reason == "length":
     yield "was not finished", f"; its output stops at the limit of {len(record['tokens'])} tokens"
   share = pair.vocabulary.single_letter_share(line)
   if share > MAX_SINGLE_LETTER_SHARE:
@@ -244,12 +226,3 @@ def _warnings(pair: Pair, record: dict) -> Iterator[tuple[str, str]]:
       f": in its vocabulary, {share:.0%} of the letters are single-letter pieces or unknown, so "
       "that the output may be poor and slow",
     )
-
-
-def _best_of_beams(searcher: BeamSearcher, params: Params) -> Callable[..., DecodeResult]:
-
-  def decode(prompt, rng, *, max_new_tokens: int) -> DecodeResult:
-    result = searcher.run(params, prompt, max_new_tokens=max_new_tokens)
-    return jax.device_get(result).best()
-
-  return decode

@@ -30,7 +30,7 @@ from specdec_jax.core.arrays import (
 from specdec_jax.core.context import Context, node_prefixes
 from specdec_jax.core.memory import require_memory
 from specdec_jax.core.processors import Processors, process
-from specdec_jax.core.sampling import distribution, position_keys, split_keys
+from specdec_jax.core.sampling import Sampling, distribution, position_keys, split_keys
 from specdec_jax.core.settings import HashableArray, Settings, traced
 from specdec_jax.core.trees import (
   AnyTree,
@@ -84,6 +84,17 @@ class DecodeState(NamedTuple):
   def context(self) -> Context:
     """The part of the state that a draft may read."""
     return Context(*(getattr(self, field) for field in Context._fields))
+
+
+@dataclasses.dataclass(frozen=True)
+class DecodeSettings:
+  """Settings of decoding that measurements and calibration take; see `generate.outputs`."""
+
+  sampling: Sampling
+  batch_size: int = 1
+  max_new_tokens: int = 128
+  seed: int = 0
+  lenience: float = 1.0
 
 
 @dataclasses.dataclass(frozen=True)

@@ -37,6 +37,7 @@ _FOR_BEAMS = "length_penalty", "early_stopping", "diversity_penalty", "renormali
 _FOR_SAMPLING = (
   *("temperature", "top_k", "top_p", "min_p", "typical_p", "epsilon_cutoff", "eta_cutoff", "top_h"),
 )
+FILTERS = tuple(field.name for field in dataclasses.fields(Sampling) if field.name != "temperature")
 # Values without an effect. For other settings it is 0 or False; None and [] are without effect too.
 _NEUTRAL: dict[str, Any] = {
   **dict.fromkeys(("num_beams", "num_beam_groups", "num_return_sequences", "guidance_scale"), 1),
@@ -144,6 +145,10 @@ class GenerationConfig:
         require_number(name, getattr(self, name), 0, float("inf"), "()")
     self.sampling()
 
+  def given(self) -> dict[str, Any]:
+    """Return the settings that are not None."""
+    return {name: value for name, value in vars(self).items() if value is not None}
+
   @classmethod
   def merged(cls, *sources: Mapping[str, Any]) -> "GenerationConfig":
     """Return the settings of several sources, such as a checkpoint, a task and a call.
@@ -176,8 +181,7 @@ class GenerationConfig:
       temperature = 1.0 if self.do_sample else 0.0
     elif self.do_sample and temperature == 0:
       raise InputError("do_sample is True and temperature is 0, which is argmax; give one of them.")
-    names = ("top_k", "top_p", "min_p", "typical_p", "epsilon_cutoff", "eta_cutoff")
-    given = {name: getattr(self, name) for name in names if getattr(self, name) is not None}
+    given = {name: getattr(self, name) for name in FILTERS if getattr(self, name) is not None}
     sampling = Sampling(temperature, **given)
     return Sampling(0.0) if sampling.is_argmax else sampling
 

@@ -17,7 +17,7 @@ never fields.
 
 import abc
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
@@ -447,3 +447,58 @@ class DraftSpec:
 
 
 LoadsDraft = Callable[[Loaded], DraftSpec]
+
+
+class AnyPair(Protocol):
+  """A `pair.Pair`, as modules below it see it; its methods are described there."""
+
+  @property
+  def target(self) -> Loaded: ...
+
+  @property
+  def draft(self) -> DraftSpec: ...
+
+  @property
+  def params(self) -> Params: ...
+
+  @property
+  def vocabulary(self) -> Any: ...
+
+  @property
+  def max_source_tokens(self) -> int: ...
+
+  @property
+  def task(self) -> str | None: ...
+
+  @property
+  def dtype(self) -> str: ...
+
+  @property
+  def kernels(self) -> str: ...
+
+  @property
+  def simulated_alpha(self) -> float | None: ...
+
+  @property
+  def continues(self) -> bool: ...
+
+  @property
+  def verifier_name(self) -> str: ...
+
+  def decoder(self, *args: Any, **kwargs: Any) -> Any: ...
+
+  def decode_fn(self, *args: Any, **kwargs: Any) -> Callable[..., DecodeResult]: ...
+
+  def beam_searcher(self, *args: Any, **kwargs: Any) -> Any: ...
+
+  def processors_of(self, generation: Any, eos_ids: tuple[int, ...]) -> Processors: ...
+
+  def proposed_tree(self, sampling: Sampling, tree: AnyTree) -> AnyTree: ...
+
+  def verifier_for(self, sampling: Sampling, lenience: float = 1.0) -> Verifier: ...
+
+  def require_batch_size(self, batch_size: object) -> None: ...
+
+  def prompt(self, texts: Sequence[str], width: int | None = None) -> Array: ...
+
+  def encode(self, text: str) -> list[int]: ...

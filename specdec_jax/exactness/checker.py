@@ -9,9 +9,8 @@ import jax
 import numpy as np
 
 from specdec_jax.core.counts import require_finite
-from specdec_jax.core.decode import num_positions
+from specdec_jax.core.decode import DecodeSettings, num_positions
 from specdec_jax.core.generation_config import GenerationConfig
-from specdec_jax.core.loading import DecodeSettings
 from specdec_jax.core.sampling import Sampling, row_keys
 from specdec_jax.core.trees import AnyTree, DynamicTree, Tree, chain
 from specdec_jax.core.types import DecodeResult

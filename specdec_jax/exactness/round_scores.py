@@ -18,8 +18,7 @@ from jaxtyping import Bool, Float, Int
 from specdec_jax.core.arrays import gather_token
 from specdec_jax.core.context import Context
 from specdec_jax.core.counts import require_finite
-from specdec_jax.core.decode import Decoder
-from specdec_jax.core.loading import DecodeSettings
+from specdec_jax.core.decode import Decoder, DecodeSettings
 from specdec_jax.core.processors import Processors
 from specdec_jax.core.sampling import Sampling, row_keys
 from specdec_jax.core.trees import Tree, require_static

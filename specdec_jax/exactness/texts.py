@@ -23,7 +23,7 @@ from jax import Array
 
 from specdec_jax.core.arrays import gather_token
 from specdec_jax.core.counts import require_finite
-from specdec_jax.core.loading import DecodeSettings
+from specdec_jax.core.decode import DecodeSettings
 from specdec_jax.core.processors import Processors
 from specdec_jax.core.sampling import row_keys
 from specdec_jax.core.trees import chain

@@ -19,11 +19,10 @@ from specdec_jax.core.arrays import gather, gather_or_zero
 from specdec_jax.core.context import Context
 from specdec_jax.core.sampling import Sampling, distribution
 from specdec_jax.core.trees import Tree, branching, chain
-from specdec_jax.core.types import DecodeResult, Draft, Model
+from specdec_jax.core.types import AnyPair, DecodeResult, Draft, Model
 from specdec_jax.core.verify.lossy import emitted_distribution
 from specdec_jax.core.verify.tokens import draft_token_probs, within_lenience
 from specdec_jax.measure.records import Outputs
-from specdec_jax.pair import Pair
 
 
 class Estimate(NamedTuple):
@@ -63,14 +62,14 @@ def teacher_forced(
 
 
 def draft_probs(
-  pair: Pair, draft: Draft, prompt: Int[Array, "B P"], tokens: Int[Array, "B T"]
+  pair: AnyPair, draft: Draft, prompt: Int[Array, "B P"], tokens: Int[Array, "B T"]
 ) -> Float[Array, "B T V"]:
   """Return the q of a draft with gamma 1 for each token of an output, given those before it."""
   return _proposals_of_pair(pair, draft, prompt, tokens)[1][:, :, 0]
 
 
 def _proposals_of_pair(
-  pair: Pair, draft: Draft, prompt: Int[Array, "B P"], tokens: Int[Array, "B T"]
+  pair: AnyPair, draft: Draft, prompt: Int[Array, "B P"], tokens: Int[Array, "B T"]
 ) -> tuple[Int[Array, "B T N"], Float[Array, "B T N V"]]:
   return proposals(pair.target.model, draft, pair.target.params, pair.draft.params, prompt, tokens)
 
@@ -154,7 +153,7 @@ def rejection_sampling_rate(
 
 
 def positional_acceptance(
-  pair: Pair,
+  pair: AnyPair,
   prompts: Sequence[Array],
   decoded: Sequence[DecodeResult],
   sampling: Sampling,
@@ -225,7 +224,7 @@ def ratio_with_interval(
 
 
 def measure_alpha(
-  pair: Pair,
+  pair: AnyPair,
   prompts: Sequence[Array],
   decoded: Sequence[DecodeResult],
   sampling: Sampling,

@@ -27,16 +27,14 @@ from jax import Array
 from specdec_jax import __version__, theory
 from specdec_jax.core.atomic_files import atomic_write
 from specdec_jax.core.counts import acceptance_rate, num_tokens, require_finite
-from specdec_jax.core.decode import Decoder
-from specdec_jax.core.loading import DecodeSettings
+from specdec_jax.core.decode import Decoder, DecodeSettings
 from specdec_jax.core.sampling import row_keys
 from specdec_jax.core.trees import Tree, chain, require_tree_memory
-from specdec_jax.core.types import DecodeResult
+from specdec_jax.core.types import AnyPair, DecodeResult
 from specdec_jax.errors import InputError, require_count
 from specdec_jax.measure import machine
 from specdec_jax.measure.alpha import positional_acceptance
 from specdec_jax.measure.costs import Costs, interleaved_medians, measure_costs
-from specdec_jax.pair import Pair
 
 NUM_TEXTS = 32  # number of texts decoded to measure alpha; at least one batch is decoded
 GAMMAS = (3, 10)  # gammas whose costs are timed; costs of other gammas are interpolated
@@ -190,7 +188,7 @@ def choose_tree(
 def resolve_tree(
   gamma: int | str,
   tree: Sequence[int] | str | None,
-  pair: Pair,
+  pair: AnyPair,
   texts: Sequence[str | None],
   settings: DecodeSettings,
   say: Callable[[str], object] = print,
@@ -246,7 +244,7 @@ def given_tree(gamma: int | str, tree: Sequence[int] | str | None) -> Tree | Non
 
 def resolve_gammas(
   gammas: Sequence[int | str] | str,
-  pair: Pair,
+  pair: AnyPair,
   texts: Sequence[str],
   settings: Iterable[DecodeSettings],
 ) -> list[int]:
@@ -270,7 +268,7 @@ def resolve_gammas(
 
 
 def calibrate(
-  pair: Pair, texts: Sequence[str], settings: DecodeSettings, branching: bool = False
+  pair: AnyPair, texts: Sequence[str], settings: DecodeSettings, branching: bool = False
 ) -> Calibration:
   """Choose gamma for texts; with `branching`, choose a tree if it is faster than a chain.
 
@@ -289,7 +287,7 @@ def calibrate(
 class _Calibrator:
   """Calibration of one run."""
 
-  pair: Pair
+  pair: AnyPair
   texts: Sequence[str]
   settings: DecodeSettings
 
@@ -463,7 +461,7 @@ def _with_tuples(value: Any) -> Any:
 
 
 def cache_key(
-  pair: Pair, texts: Sequence[str], settings: DecodeSettings, branching: bool
+  pair: AnyPair, texts: Sequence[str], settings: DecodeSettings, branching: bool
 ) -> dict[str, Any]:
   """Return the key of a calibration in the cache, a JSON object.
 

@@ -18,9 +18,8 @@ from jax import Array, lax
 from specdec_jax.core.decode import Decoder, NullDraft
 from specdec_jax.core.sampling import Sampling
 from specdec_jax.core.trees import Tree, placeholder_shape
-from specdec_jax.core.types import Draft, Proposal
+from specdec_jax.core.types import AnyPair, Draft, Proposal
 from specdec_jax.core.verify.tokens import TokenVerifier
-from specdec_jax.pair import Pair
 
 CHAIN = 8  # number of rounds per timed call
 
@@ -124,7 +123,7 @@ class Parts(NamedTuple):
   accept: list[Looped]  # verifier alone, for each draft
 
 
-def start_calls(pair: Pair, draft: Draft, prompt: Array, max_new_tokens: int) -> Starts:
+def start_calls(pair: AnyPair, draft: Draft, prompt: Array, max_new_tokens: int) -> Starts:
   """Return calls that prefill the models of a pair for a prompt."""
   verifier, rng = pair.verifier_for(Sampling()), jax.random.key(0)
 
@@ -139,7 +138,7 @@ _init = jax.jit(Decoder.init, static_argnames="max_new_tokens")
 
 
 def round_calls(
-  pair: Pair,
+  pair: AnyPair,
   drafts: Sequence[Draft],
   prompt: Array,
   sampling: Sampling,
@@ -213,7 +212,7 @@ def round_costs(starts: Starts, parts: Parts, depths: Sequence[int]) -> list[Cos
 
 
 def measure_costs(
-  pairs: Sequence[Pair],
+  pairs: Sequence[AnyPair],
   trees: Sequence[Tree],
   prompt: Array,
   sampling: Sampling,

@@ -15,10 +15,10 @@ from typing import Any
 import jax
 
 from specdec_jax import __version__
-from specdec_jax.core.loading import DecodeSettings
+from specdec_jax.core.decode import DecodeSettings
+from specdec_jax.core.types import AnyPair
 from specdec_jax.errors import InputError
 from specdec_jax.measure.machine import provenance
-from specdec_jax.pair import Pair
 
 BUNDLED = "specdec_jax/assets/"  # prefix of the paths of bundled checkpoints
 
@@ -241,7 +241,7 @@ GROUPS = {
 
 
 def settings_to_measure(
-  pair: Pair,
+  pair: AnyPair,
   texts: Sequence[str],
   settings: Iterable[DecodeSettings],
   gammas: Sequence[int],

@@ -18,10 +18,9 @@ from specdec_jax.core.decode import Decoder, DecodeState, NullDraft
 from specdec_jax.core.memory import num_bytes
 from specdec_jax.core.sampling import Sampling
 from specdec_jax.core.trees import chain
-from specdec_jax.core.types import Draft
+from specdec_jax.core.types import AnyPair, Draft
 from specdec_jax.measure.costs import interleaved_medians
 from specdec_jax.models.kernels import skinny
-from specdec_jax.pair import Pair
 
 # Number of rows of the square matrix that is read: 0.27 and 1.07 GB, far larger than any cache.
 # Each call reads the matrix READS times, which makes dispatch overhead negligible.
@@ -60,7 +59,7 @@ def memory_bandwidth(repeats: int = 5) -> float:
 
 
 def step_bytes(
-  pair: Pair, gamma: int, prompt: Array, sampling: Sampling, max_new_tokens: int
+  pair: AnyPair, gamma: int, prompt: Array, sampling: Sampling, max_new_tokens: int
 ) -> StepBytes:
   """Count the bytes that one decoding step, one draft step and one verification have to read.
 
@@ -87,7 +86,7 @@ def step_bytes(
 
 
 def _before(
-  pair: Pair, draft: Draft, prompt: Array, sampling: Sampling, max_new_tokens: int
+  pair: AnyPair, draft: Draft, prompt: Array, sampling: Sampling, max_new_tokens: int
 ) -> DecodeState:
   decoder = Decoder(pair.target.model, draft, pair.verifier_for(sampling))
   rng = jax.random.split(jax.random.key(0), len(prompt))
@@ -142,7 +141,7 @@ def _nbytes(var) -> int:
   return num_bytes(var.aval)
 
 
-def operations_ratio(pair: Pair, prompt: Array, sampling: Sampling) -> float:
+def operations_ratio(pair: AnyPair, prompt: Array, sampling: Sampling) -> float:
   """Compute c-hat: operations of a draft step / operations of a target step (Section 3.4).
 
   Only matmuls count. The operations of a draft step are the difference between proposing two tokens

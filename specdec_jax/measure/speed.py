@@ -23,12 +23,11 @@ from specdec_jax.core.counts import (
   num_tokens,
   require_finite,
 )
-from specdec_jax.core.decode import Decoder, NullDraft
-from specdec_jax.core.loading import DecodeSettings
+from specdec_jax.core.decode import Decoder, DecodeSettings, NullDraft
 from specdec_jax.core.memory import num_bytes
 from specdec_jax.core.sampling import Sampling, row_keys
 from specdec_jax.core.trees import chain
-from specdec_jax.core.types import DecodeResult, Draft, Params
+from specdec_jax.core.types import AnyPair, DecodeResult, Draft, Params
 from specdec_jax.core.verify.tokens import TokenVerifier
 from specdec_jax.data.quality import quality
 from specdec_jax.errors import InputError, require_count, require_seed
@@ -44,7 +43,6 @@ from specdec_jax.measure.costs import (
 from specdec_jax.measure.records import Outputs, Record, Times, settings_to_measure
 from specdec_jax.measure.roofline import memory_bandwidth, operations_ratio, step_bytes
 from specdec_jax.measure.sweep import Report, Step
-from specdec_jax.pair import Pair
 
 NUM_COSTED = 24  # number of batches at which costs are timed
 
@@ -56,7 +54,7 @@ class Baseline(NamedTuple):
   decode: Callable[..., DecodeResult]  # of (prompt, rng, *, max_new_tokens, sampling)
 
 
-def own_baseline(pair: Pair) -> Baseline:
+def own_baseline(pair: AnyPair) -> Baseline:
   """Return a baseline that decodes autoregressively with this package."""
 
   def decode(prompt: Array, rng: Array, *, max_new_tokens: int, sampling: Sampling) -> DecodeResult:
@@ -70,7 +68,7 @@ def own_baseline(pair: Pair) -> Baseline:
 
 
 def speed_steps(
-  pair: Pair,
+  pair: AnyPair,
   texts: Sequence[str],
   settings: Sequence[DecodeSettings],
   gammas: Sequence[int],
@@ -168,7 +166,7 @@ class Speed(NamedTuple):
 
 
 def measure_speed(
-  pair: Pair,
+  pair: AnyPair,
   prompts: Sequence[Array],
   gammas: Sequence[int],
   settings: DecodeSettings,
@@ -232,7 +230,7 @@ def _sum(*seconds: np.ndarray) -> np.ndarray:
 
 
 def _records(
-  pair: Pair,
+  pair: AnyPair,
   prompts: Sequence[Array],
   settings: DecodeSettings,
   wanted: Sequence[Record],

@@ -16,12 +16,12 @@ from apache_beam.ml.inference.base import KeyedModelHandler, ModelHandler, RunIn
 from apache_beam.options.pipeline_options import PipelineOptions
 from apache_beam.runners.runner import PipelineResult
 
-from specdec_jax.core.loading import DecodeSettings
-from specdec_jax.core.trees import Tree
+from specdec_jax.core.trees import AnyTree
 from specdec_jax.data.text import iter_sources
 from specdec_jax.errors import InputError
+from specdec_jax.generate import outputs
 from specdec_jax.pair import Pair
-from specdec_jax.serve.lines import count_records, decode_lines, output_record
+from specdec_jax.serve.lines import count_records, output_record
 
 
 class TextBlock(NamedTuple):
@@ -43,15 +43,20 @@ class SpeculativeModelHandler(ModelHandler[TextBlock, list[dict], DecodeFn]):
   counters `texts`, `tokens`, `rounds`, `draft_tokens` and `accepted` have the namespace 'specdec'.
   """
 
-  def __init__(self, load_pair: Callable[[], Pair], tree: Tree, settings: DecodeSettings):
-    """Initialize the handler; each worker process calls the picklable `load_pair` once."""
+  def __init__(
+    self, load_pair: Callable[[], Pair], tree: AnyTree, batch_size: int = 8, **arguments: Any
+  ):
+    """Initialize the handler; each worker process calls the picklable `load_pair` once.
+
+    `arguments` are other arguments of `generate.outputs`.
+    """
     super().__init__(max_batch_size=1)
-    self._load_pair, self._tree, self._settings = load_pair, tree, settings
+    self._load_pair, self._arguments = load_pair, dict(arguments, tree=tree, batch_size=batch_size)
 
   def load_model(self) -> DecodeFn:
     pair = self._load_pair()
-    pair.require_batch_size(self._settings.batch_size)
-    return functools.partial(_decode_block, pair, self._tree, self._settings)
+    pair.require_batch_size(self._arguments["batch_size"])
+    return functools.partial(_decode_block, pair, self._arguments)
 
   def run_inference(
     self, batch: Sequence[TextBlock], model: DecodeFn, inference_args: Any = None
@@ -63,11 +68,11 @@ class SpeculativeModelHandler(ModelHandler[TextBlock, list[dict], DecodeFn]):
       yield records
 
 
-def _decode_block(pair: Pair, tree: Tree, settings: DecodeSettings, block: TextBlock) -> list[dict]:
-  lines = [each["source"] for each in block.sources]
-  outputs = decode_lines(pair, lines, tree, settings, start=block.first)
-  numbered = enumerate(zip(block.sources, outputs, strict=True), block.first)
-  return [output_record(index, source, *output) for index, (source, output) in numbered]
+def _decode_block(pair: Pair, arguments: dict[str, Any], block: TextBlock) -> list[dict]:
+  lines = [each["source"] if pair.can_decode(each["source"]) else None for each in block.sources]
+  found = outputs(pair, lines, first=block.first, **arguments)
+  numbered = enumerate(zip(block.sources, found, strict=True), block.first)
+  return [output_record(index, source, output) for index, (source, output) in numbered]
 
 
 def decode_shards(

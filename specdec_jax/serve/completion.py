@@ -132,7 +132,7 @@ class Completion:
       call, prompts, limits = self._prepare()
       decoder = call.decoder()
     seed = secrets.randbelow(2**31) if request.seed is None else request.seed
-    keys = sample_keys(seed, 0, len(prompts), request.n)
+    keys = sample_keys(seed, range(len(prompts)), request.n)
     self._choices = [Choice(call, index) for index in range(num_outputs)]
     self._loop, self._changed = loop, asyncio.Event()
     self._updates: dict[int, tuple[DecodeResult | Exception, bool]] = {}
@@ -158,13 +158,11 @@ class Completion:
 
   def _prepare(self) -> tuple[GenerateCall, list[list[int]], list[int]]:
     service, pair, request = self._service, self._service.pair, self._request
-    settings = dict(
-      request.settings,
-      max_new_tokens=request.max_tokens,
-      stop_strings=request.stops or None,
-      num_return_sequences=request.n,
-      num_beams=1,
-    )
+    settings = dict(request.settings, num_return_sequences=request.n, num_beams=1)
+    if request.max_tokens is not None:
+      settings["max_new_tokens"] = request.max_tokens
+    if request.stops:
+      settings["stop_strings"] = request.stops
     config, prefix = generation_config(pair, request.task, settings)
     prefix = service.prefix if request.task is None else prefix
     if request.n > 1 and config.sampling().is_argmax:

@@ -4,7 +4,6 @@ The outputs are written in shards. A shard has the records of consecutive texts,
 on the runner or on its number of workers.
 """
 
-import dataclasses
 import hashlib
 import itertools
 from collections.abc import Callable, Sequence
@@ -12,11 +11,11 @@ from typing import Any, Literal
 
 import gin
 
-from specdec_jax.core.loading import DecodeSettings
-from specdec_jax.core.sampling import Sampling
-from specdec_jax.core.trees import Tree
+from specdec_jax.core.generation_config import GenerationConfig
+from specdec_jax.core.trees import AnyTree, Tree
 from specdec_jax.errors import InputError, require_count, require_seed, shown
-from specdec_jax.measure.calibrate import given_tree, resolve_tree
+from specdec_jax.generate import chosen_tree, generation_config
+from specdec_jax.measure.calibrate import given_tree
 from specdec_jax.pair import Pair
 from specdec_jax.serve.lines import count_records
 
@@ -56,10 +55,9 @@ def decode(
   num_shards: int = 8,
   prefix: str = "",
   num_texts: int | None = None,
-  sampling: Sampling = Sampling(temperature=0.0),
+  generation: GenerationConfig | None = None,
   gamma: int | Literal["auto"] = 5,
   batch_size: int = 8,
-  max_new_tokens: int = 128,
   seed: int = 0,
   lenience: float = 1.0,
   tree: Sequence[int] | Literal["auto"] | None = None,
@@ -86,10 +84,11 @@ def decode(
     prefix: text prepended to each line that is not blank, such as the prefix of a T5 task. It is
       not prepended if `texts` is a list.
     num_texts: maximum number of texts to decode; None for all.
+    generation: settings of generation, without beams and with one output per text; its fields are
+      flags. They take precedence over those of the checkpoint.
     gamma: draft tokens per round; 0 for autoregressive decoding; 'auto' chooses the fastest on this
       machine, once for all workers.
     batch_size: number of texts that a worker decodes together.
-    max_new_tokens: limit for each output.
     lenience: lenience l of Appendix A.5; 1 is exact.
     tree: parents of a tree of draft tokens (`trees.Tree`), instead of a chain of gamma; 'auto'
       chooses the fastest tree or chain on this machine, once for all workers.
@@ -99,7 +98,11 @@ def decode(
       run with different settings.
   """
   require_seed(seed)
-  counts = dict(batch_size=batch_size, max_new_tokens=max_new_tokens, num_shards=num_shards)
+  generation = generation or GenerationConfig()
+  for name in ("num_beams", "num_return_sequences"):
+    if (getattr(generation, name) or 1) > 1:
+      raise InputError(f"{name} is {getattr(generation, name)}, and decode supports 1.")
+  counts = dict(batch_size=batch_size, num_shards=num_shards)
   for name, count in (counts | ({} if num_texts is None else {"num_texts": num_texts})).items():
     require_count(name, count)
   fixed_tree = given_tree(gamma, tree)
@@ -122,32 +125,34 @@ def decode(
   lines = [each["source"] for each in sources]
   description = dict(
     pair=repr(load_pair),
-    **dataclasses.asdict(sampling),
+    **generation.given(),
     gamma=gamma,
     tree=tree if tree in (None, "auto") else [*tree],
     lenience=lenience,
     batch_size=batch_size,
-    max_new_tokens=max_new_tokens,
     seed=seed,
     num_shards=num_shards,
     num_texts=len(sources),
     inputs=hashlib.sha256("\n".join(lines).encode()).hexdigest()[:12],
   )
-  settings = DecodeSettings(sampling, batch_size, max_new_tokens, seed, lenience)
-  chosen = fixed_tree
+  chosen: AnyTree | None = fixed_tree
   if finished:
     (run,) = beam_pipeline.read_records(run_file)
-    for name, value in description.items():
-      if run["settings"][name] != value:
+    for name in dict.fromkeys((*description, *run["settings"])):
+      value = description.get(name)
+      if (before := run["settings"].get(name)) != value:
         raise InputError(
-          f"{run_file} is of a run with {name} {shown(run['settings'][name])}, and this one has "
+          f"{run_file} is of a run with {name} {shown(before)}, and this one has "
           f"{shown(value)}; choose another OUTPUT_DIR, or delete that folder."
         )
     chosen = Tree(run["parents"], greedy_siblings=run.get("greedy_siblings", False))
   else:  # a run without outputs does not bind the next run
     if chosen is None:
       pair = load_pair()
-      chosen = resolve_tree(gamma, tree, pair, [*filter(pair.can_decode, lines)], settings)
+      config, _ = generation_config(pair, None, generation.given())
+      texts = [*filter(pair.can_decode, lines)]
+      chosen = chosen_tree(pair, texts, gamma, tree, config, batch_size, seed, lenience, say=print)
+    assert isinstance(chosen, Tree)  # `tree` has parents or is "auto"
     beam_pipeline.make_folder(folder)
     run = dict(
       settings=description, parents=[*chosen.parents], greedy_siblings=chosen.greedy_siblings
@@ -162,7 +167,9 @@ def decode(
       missing.append((f"{path}.texts.part", path, first))
       beam_pipeline.write_records(missing[-1][0], sources[first:stop])
   if missing:
-    handler = beam_pipeline.SpeculativeModelHandler(load_pair, chosen, settings)
+    handler = beam_pipeline.SpeculativeModelHandler(
+      load_pair, chosen, batch_size, seed=seed, lenience=lenience, **generation.given()
+    )
     beam_pipeline.decode_shards(handler, missing, runner, pipeline_options)
   beam_pipeline.delete(f"{folder}/outputs-*.jsonl.*.part")
   totals = count_records(record for path in paths for record in beam_pipeline.read_records(path))

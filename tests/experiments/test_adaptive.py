@@ -11,7 +11,7 @@ import tiny_pair
 from tiny import autoregressive_decode
 
 from experiments.gamma.adaptive import AdaptiveDecoder, ScheduledDecoder
-from specdec_jax.core.loading import DecodeSettings
+from specdec_jax.core.decode import DecodeSettings
 from specdec_jax.core.sampling import Sampling
 from specdec_jax.core.trees import chain
 from specdec_jax.core.types import Params
