@@ -94,6 +94,14 @@ TEXTS = [
 MULTILINGUAL = [">>fra<< A man", ">>xxx<< A man", " >>fra<< A", ">>fra<<", "a >>fra<< b", ">>fra A"]
 MULTILINGUAL += ["en_XX a", "fr_XX", "eng_Latn a", "a fra_Latn b", "__en__ a", "a __fr__b"]
 TEXTS += MULTILINGUAL
+TEXTS += [
+  "a <city> b New York",
+  "a<2de>b <2en>",
+  "<sep> x<sep>",
+  "<|end|> a",
+  "<ctl> a",
+  "caf\u00e9 x\u65e5",
+]
 
 
 def write(folder, **files):
@@ -345,6 +353,38 @@ def byt5(folder):
   write(folder, tokenizer_config={"tokenizer_class": "ByT5Tokenizer"})
 
 
+def t5_named(folder):
+  """Files name another EOS, and tokens without an id; <ctl> is a control symbol of the pieces."""
+  folder.mkdir(parents=True)
+  ids = dict(pad_id=0, eos_id=1, unk_id=2, bos_id=-1)
+  (folder / "spiece.model").write_bytes(piece_model(control_symbols="<ctl>", **ids))
+  extra = {"additional_special_tokens": ["<2de>", "<2en>"]}
+  named = {"eos_token": "<|end|>", "pad_token": "<pad>", "unk_token": "<unk>"}
+  fields = {"tokenizer_class": "T5Tokenizer", "extra_ids": 0, **extra, **named}
+  write(folder, tokenizer_config=fields, added_tokens={"<|end|>": 100})
+
+
+def byt5_added(folder):
+  flags = dict(lstrip=True, rstrip=True, normalized=False, single_word=False, special=True)
+  added = {i: {"content": token} | flags for i, token in enumerate(("<pad>", "</s>", "<unk>"))}
+  flags |= dict(lstrip=False, rstrip=False)
+  sentinels = [f"<extra_id_{i}>" for i in range(125)]
+  added |= {259 + i: {"content": token} | flags for i, token in enumerate(sentinels)}
+  added[384] = {"content": "<city>"} | flags | dict(special=False)
+  added[385] = {"content": "New York"} | flags
+  extra = {"extra_special_tokens": [*sentinels, "New York"], "extra_ids": 0}
+  fields = {"tokenizer_class": "ByT5Tokenizer", "added_tokens_decoder": added, **extra}
+  write(folder, tokenizer_config=fields)
+
+
+def bart_named(folder):
+  """Only files next to tokenizer.json name these tokens."""
+  bart(folder)
+  extra = {"additional_special_tokens": ["<sep>"]}
+  write(folder, tokenizer_config={"tokenizer_class": "BartTokenizer", **extra})
+  write(folder, added_tokens={"<city>": 331})
+
+
 def madlad(folder):
   """In MADLAD-400, the ids of special tokens differ from those of T5."""
   folder.mkdir()
@@ -368,8 +408,12 @@ KINDS = {
   m2m100: ("sentencepiece.bpe.model", ["__en__"], ["</s>"]),
   byt5: ("tokenizer_config.json", [], ["</s>"]),
   t5_pieces: ("spiece.model", [], ["</s>"]),
+  t5_named: ("spiece.model", [], ["<|end|>"]),
+  byt5_added: ("tokenizer_config.json", [], ["</s>"]),
+  bart_named: ("tokenizer.json", ["<s>"], ["</s>"]),
   madlad: ("spiece.model", [], ["</s>"]),
 }
+ENDS = {"t5gemma": "<eos>", "t5_named": "<|end|>"}
 NAMES = {make.__name__: make for make in KINDS}
 # Those that transformers reads.
 THEIRS = "codet5", "mbart", "mbart50", "mbart50_pieces", "pegasus_pieces", "nllb", "legacy_nllb"
@@ -420,7 +464,7 @@ def test_special_tokens_surround_a_text(folder_of, name):
     end = len(tokens) - len(after)
     assert tokens[: len(before)] == before and tokens[end:] == after
     assert not {*before, *after} & {*tokens[len(before) : end]}
-  assert pieces[words.eos_id] == ("<eos>" if name == "t5gemma" else "</s>")
+  assert pieces[words.eos_id] == ENDS.get(name, "</s>")
   assert name == "madlad" or pieces[words.pad_id] == "<pad>"
 
 
@@ -605,10 +649,41 @@ def test_sentence_pieces_have_the_eos_of_their_file(folder_of):
   words = open_source(folder_of("madlad"), eos_ids=(7,), pad_id=1)  # `load_pair` rejects this EOS
   assert words.eos_id == model.eos_id() == 2 and words.all_pieces()[:3] == ["<unk>", "<s>", "</s>"]
   for text in TEXTS:
-    if not re.search("<unk>|</s>", text):
+    if not re.search("<unk>|<s>|</s>", text):
       assert words.encode(text) == [*model.encode(text), 2]
   ids = words.encode("<2de> A man")
   assert words.all_pieces()[ids[1]] == "<2de>" and words.decode([1, *ids, 1, 5]) == "<2de> A man"
+
+
+@pytest.mark.parametrize("of_file, of_settings", [(False, True), (True, False)])
+def test_settings_say_whether_a_space_precedes_a_text(tmp_path, of_file, of_settings):
+  bart(tmp_path)
+  state = json.loads((tmp_path / "tokenizer.json").read_text())
+  state["pre_tokenizer"]["add_prefix_space"] = of_file
+  (tmp_path / "tokenizer.json").write_text(json.dumps(state))
+  by_file = open_source(tmp_path).encode("A man")
+  fields = {"tokenizer_class": "BartTokenizer", "add_prefix_space": of_settings}
+  write(tmp_path, tokenizer_config=fields)
+  words = open_source(tmp_path)
+  assert words.encode("A man") == transformers_tokenizer(tmp_path)("A man").input_ids != by_file
+
+
+def test_byte_of_a_piece_is_a_byte_of_the_text(tmp_path):
+  """transformers 5 reads such bytes as unknown tokens."""
+  ids = dict(pad_id=0, eos_id=1, unk_id=2, bos_id=-1, byte_fallback=True)
+  content = piece_model(316, character_coverage=0.98, **ids)
+  (tmp_path / "spiece.model").write_bytes(content)
+  model, words = sentencepiece.SentencePieceProcessor(model_proto=content), open_source(tmp_path)
+  for text in (text for text in TEXTS if "<" not in text):
+    ids = words.encode(text)
+    assert ids == [*model.encode(text), 1] and words.decode(ids) == model.decode(ids), text
+  ids = words.encode_target("caf\u00e9 \u65e5")
+  assert [words.all_pieces()[i] for i in ids if model.is_byte(i)][-3:] == [
+    "<0xE6>",
+    "<0x97>",
+    "<0xA5>",
+  ]
+  assert words.pieces(ids)[-3:] == ["\ufffd"] * 3 and words.decode_stable(ids[:-1]) == "caf\u00e9"
 
 
 def test_special_tokens_of_t5_in_texts(folder_of, tmp_path):

@@ -6,7 +6,7 @@ import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from tokenizers import Tokenizer, models, processors
+from tokenizers import Tokenizer, models, pre_tokenizers, processors
 
 from specdec_jax.data.tokenizer_config import FILE, read_tokenizer_config
 from specdec_jax.data.vocabulary import DECODER_ONLY, PAD_ID, ModelTokens, Vocabulary
@@ -38,17 +38,31 @@ class HuggingFaceTokenizer(Vocabulary):
       self._tokenizer = tokenizer = Tokenizer.from_file(str(path))
     except Exception as error:  # tokenizers raises plain Exceptions
       raise InputError(f"{path} is not a tokenizer file of Hugging Face: {error}.") from error
-    ids = tokenizer.get_vocab()
-    pads = [ids[token] for token in _PADS if token in ids]
+    # Special and added tokens may be named only in the files next to this one, as may the space
+    # before a text.
+    size = tokenizer.get_vocab_size()
+    known = {token.content: token for token in tokenizer.get_added_tokens_decoder().values()}
+    for _, token in sorted(self._config.tokens(tokenizer.token_to_id, size).items()):
+      own = known.get(token.content, token)  # whose other flags are those of the file
+      own.special |= token.special
+      tokenizer.add_tokens([own])
+    prefix = self._config.fields.get("add_prefix_space")
+    if prefix is not None and isinstance(tokenizer.pre_tokenizer, pre_tokenizers.ByteLevel):
+      split = tokenizer.pre_tokenizer
+      split.add_prefix_space = prefix
+      tokenizer.pre_tokenizer = split
+    ids, named = tokenizer.get_vocab(), self._config.named
+    pads = [ids[token] for token in (named.get("pad_token"), *_PADS) if token in ids]
     pad_id = tokenizer.padding["pad_id"] if tokenizer.padding else next(iter(pads), PAD_ID)
     # A file may configure truncation and padding for training.
     tokenizer.no_truncation()
     tokenizer.no_padding()
-    ends = [ids[token] for token in (self._config.named.get("eos_token"), *_ENDS) if token in ids]
+    ends = [ids[token] for token in (named.get("eos_token"), *_ENDS) if token in ids]
     added = tokenizer.get_added_tokens_decoder()
     special_ids = frozenset(i for i, token in added.items() if token.special)
     self._set_tokens(path, tokens, ids, next(iter(ends), None), pad_id, special_ids)
-    if tokens.has_encoder and tokenizer.post_processor is None:
+    is_t5 = self._config.kind == "T5Tokenizer"  # which ends a text with the EOS of its settings
+    if tokens.has_encoder and (tokenizer.post_processor is None or is_t5):
       eos = self._tokens[self.eos_id]
       tokenizer.post_processor = processors.TemplateProcessing(
         single=["$A", eos], special_tokens=[(eos, self.eos_id)]

@@ -47,26 +47,31 @@ class SentencePieces(Vocabulary):
     """
     self.path, self.extra_ids, self._config = str(path), extra_ids, config
     try:
-      self._pieces = sentencepiece.SentencePieceProcessor(model_file=self.path)
+      self._pieces = model = sentencepiece.SentencePieceProcessor(model_file=self.path)
     except (RuntimeError, OSError) as error:
       raise InputError(f"{path} is not a SentencePiece model: {error}.") from error
     end = len(self._pieces) + extra_ids
     added = {end - 1 - i: AddedToken(f"<extra_id_{i}>", special=True) for i in range(extra_ids)}
     if config is not None:
-      control = self._pieces.pad_id(), self._pieces.eos_id(), self._pieces.unk_id()
-      named = {i: self._pieces.id_to_piece(i) for i in control if i >= 0}  # -1 if there is none
-      added |= {i: AddedToken(token, special=True) for i, token in named.items()}
-      added |= config.added
+      control = filter(lambda i: model.is_control(i) or model.is_unknown(i), range(len(model)))
+      added |= {i: AddedToken(model.id_to_piece(i), special=True) for i in control}
+      added |= config.tokens(self._id_of, end)
     self._added = AddedTokens(added)
     self._size = max([end, *(i + 1 for i in added)])
-    self.special_ids = frozenset(i for i, token in added.items() if token.special)
+    self.special_ids = self._added.special_ids
     self._model_tokens = tokens
     own_pad = self._pieces.pad_id()
     self.pad_id = max(own_pad, PAD_ID) if tokens.pad_id is None else tokens.pad_id
 
+  def _id_of(self, token: str) -> int | None:
+    i = self._pieces.piece_to_id(token)  # that of the unknown token, if there is no such piece
+    return i if self._pieces.id_to_piece(i) == token else None
+
   @functools.cached_property
   def eos_id(self) -> int:  # type: ignore[override]
     own = self._pieces.eos_id()  # -1 if the file has none
+    if self._config is not None and (named := self._config.named.get("eos_token")):
+      own = self._added.id_of(named)
     return own if own >= 0 else self._model_tokens.eos_id(EOS_ID, len(self))
 
   def __len__(self) -> int:
@@ -87,12 +92,19 @@ class SentencePieces(Vocabulary):
     kept = [i for i in self.until_eos(ids) if i not in skipped]
     if self._config is None:
       return self._pieces.decode(kept)
-    text = "".join(map(self._piece, kept)).replace("\u2581", " ").removeprefix(" ")
-    return self._config.clean_up(text)
+    text = _joined((self._byte(i), self._piece(i).replace("\u2581", " ")) for i in kept)
+    return self._config.clean_up(text.removeprefix(" "))
 
   def pieces(self, ids: Sequence[int]) -> list[str]:
-    ids = map(int, ids)
-    return [self._piece(i).replace("\u2581", " ") if i < len(self) else f"<{i}>" for i in ids]
+    return [self._shown(int(i)) if i < len(self) else f"<{int(i)}>" for i in ids]
+
+  def _shown(self, i: int) -> str:
+    return _joined([(self._byte(i), self._piece(i).replace("\u2581", " "))])
+
+  def _byte(self, i: int) -> int | None:
+    """Return the byte that a piece such as <0xC3> stands for; None for other pieces."""
+    is_byte = i < len(self._pieces) and self._pieces.is_byte(i)
+    return int(self._piece(i)[1:-1], 16) if is_byte else None
 
   def _piece(self, i: int) -> str:
     if i in self._added.by_id:
@@ -101,6 +113,12 @@ class SentencePieces(Vocabulary):
 
   def all_pieces(self) -> list[str]:
     return [self._piece(i) for i in range(len(self))]
+
+
+def _joined(parts: Iterable[tuple[int | None, str]]) -> str:
+  """Return the text of tokens, each of which is a byte, or has a text."""
+  found: list[bytes] = [text.encode() if byte is None else bytes([byte]) for byte, text in parts]
+  return b"".join(found).decode(errors="replace")
 
 
 def train_sentence_pieces(texts: Iterable[str], path: str, size: int) -> None:
@@ -144,12 +162,15 @@ class Bytes(Vocabulary):
         "file. Give the folder or the file of the vocabulary."
       )
     named = enumerate(("<pad>", "</s>", "<unk>"))
-    added = {i: AddedToken(text, lstrip=True, rstrip=True) for i, text in named}
-    added |= {self._FIRST + 256 + i: AddedToken(f"<extra_id_{i}>") for i in range(125)}
-    self._added = AddedTokens({**added, **self._config.added})
+    flags = dict(lstrip=True, rstrip=True, special=True)
+    added = {i: AddedToken(text, **flags) for i, text in named}
+    sentinels = range(self._FIRST + 256, self._FIRST + 381)
+    added |= {i: AddedToken(f"<extra_id_{i - sentinels[0]}>", special=True) for i in sentinels}
+    ids = {token.content: i for i, token in added.items()}
+    self._added = AddedTokens({**added, **self._config.tokens(ids.get, sentinels.stop)})
     self.eos_id = tokens.eos_id(self.eos_id, len(self))
     self.pad_id = self.start_id = self.pad_id if tokens.pad_id is None else tokens.pad_id
-    self.special_ids = frozenset(self._added.by_id)
+    self.special_ids = self._added.special_ids
 
   def __len__(self) -> int:
     return max(self._added.by_id) + 1
@@ -162,8 +183,10 @@ class Bytes(Vocabulary):
     return self._added.encode(text, lambda part: [b + self._FIRST for b in part.encode()])
 
   def decode(self, ids: Iterable[int]) -> str:
-    kept = [i - self._FIRST for i in self.until_eos(ids) if i not in self.special_ids]
-    return self._config.clean_up(bytes(kept).decode(errors="ignore"))
+    kept = (i for i in self.until_eos(ids) if i not in self.special_ids)
+    names = {i: token.content.encode() for i, token in self._added.by_id.items()}
+    text = b"".join(names[i] if i in names else bytes([i - self._FIRST]) for i in kept)
+    return self._config.clean_up(text.decode(errors="ignore"))
 
   def pieces(self, ids: Sequence[int]) -> list[str]:
     """Return the text of each token; a byte that is no character is U+FFFD, a line break U+21B5."""

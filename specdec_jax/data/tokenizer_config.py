@@ -12,6 +12,7 @@ from tokenizers import AddedToken
 from specdec_jax.errors import InputError
 
 FILE = "tokenizer_config.json"
+SENTINEL = "<extra_id_"
 _NAMED = tuple(f"{name}_token" for name in ("bos", "eos", "unk", "sep", "pad", "cls", "mask"))
 # The classes that transformers uses for a model whose files name none, as far as they matter here.
 _KINDS = {"mbart": "MBartTokenizer", "nllb-moe": "NllbTokenizer", "pegasus": "PegasusTokenizer"}
@@ -25,7 +26,7 @@ class TokenizerConfig(NamedTuple):
   Attributes:
     kind: class of the tokenizer in transformers without the suffix 'Fast'; '' if it is unknown.
     named: special tokens by name, such as 'eos_token'.
-    added: special tokens and other added tokens, by id.
+    added: special tokens and other added tokens of which the files have the id, by id.
     extra: further special tokens, such as sentinels.
   """
 
@@ -34,6 +35,23 @@ class TokenizerConfig(NamedTuple):
   named: Mapping[str, str] = types.MappingProxyType({})
   added: Mapping[int, AddedToken] = types.MappingProxyType({})
   extra: tuple[str, ...] = ()
+
+  def tokens(self, id_of: Callable[[str], int | None], size: int) -> dict[int, AddedToken]:
+    """Return all special and added tokens by id, those that are new after the `size` others.
+
+    `id_of` returns the id of a token in the file of the vocabulary, or None. Sentinels of T5 are
+    left out, because their number is chosen with that of the model's rows.
+    """
+    found = dict(self.added)
+    ids = {token.content: i for i, token in found.items()}
+    for content in (*self.named.values(), *self.extra):
+      if content in ids:
+        found[ids[content]].special = True
+      elif not content.startswith(SENTINEL):
+        known, end = id_of(content), max([size, *(i + 1 for i in found)])
+        ids[content] = end if known is None else known
+        found[ids[content]] = AddedToken(content, special=True)
+    return found
 
   def clean_up(self, text: str) -> str:
     """Return a decoded text without spaces before punctuation, if the files ask for that."""
@@ -56,6 +74,7 @@ def read_tokenizer_config(folder: pathlib.Path) -> TokenizerConfig:
     added = {int(i): _token(**token) for i, token in fields["added_tokens_decoder"].items()}
   else:
     ids, special = _read_fields(folder / "added_tokens.json"), {*named.values(), *extra}
+    ids = dict(sorted(ids.items(), key=lambda item: item[1]))
     added = {i: AddedToken(token, special=token in special) for token, i in ids.items()}
   kind = fields.get("tokenizer_class") or model.get("tokenizer_class")
   kind = (kind or _KINDS.get(model.get("model_type", ""), "")).removesuffix("Fast")
@@ -85,9 +104,14 @@ class AddedTokens:
 
   def __init__(self, by_id: Mapping[int, AddedToken]):
     self.by_id = by_id
+    self.special_ids = frozenset(i for i, token in by_id.items() if token.special)
     self._ids = {token.content: i for i, token in by_id.items()}
     longest_first = sorted(self._ids, key=len, reverse=True)
     self._pattern = re.compile(f"({'|'.join(map(re.escape, longest_first))})") if by_id else None
+
+  def id_of(self, token: str) -> int:
+    """Return the id of an added token."""
+    return self._ids[token]
 
   def encode(self, text: str, encode: Callable[[str], list[int]]) -> list[int]:
     """Return the ids of a text; `encode` returns those of the parts between added tokens."""
