@@ -26,7 +26,7 @@ from specdec_jax.core.trees import AnyTree
 from specdec_jax.core.types import Draft, DraftOptions, DraftSpec, Loaded, LoadsDraft, Verifier
 from specdec_jax.core.verify.tokens import TokenVerifier
 from specdec_jax.data.text import read_lines
-from specdec_jax.data.vocabularies import padded_size
+from specdec_jax.data.vocabularies import find_vocabulary, padded_size
 from specdec_jax.data.vocabulary import Vocabulary
 from specdec_jax.drafts.dynamic import model_draft
 from specdec_jax.drafts.heads import AnyConfig, DraftHead
@@ -383,7 +383,7 @@ def _with_vocabulary(role: str, checkpoint: Checkpoint, vocabulary: Vocabulary) 
     advice += ", unless the draft has a vocabulary of its own (--draft other_vocabulary)"
   config = checkpoint.config
   size, rows = len(vocabulary), config.vocab_size
-  if rows == padded_size(size):
+  if size < rows <= padded_size(size + size // 50):  # tables may have some more rows
     config = dataclasses.replace(config, vocab_size=size, padded_vocab_size=rows)
   elif rows != size:
     raise InputError(
@@ -410,7 +410,23 @@ def _with_vocabulary(role: str, checkpoint: Checkpoint, vocabulary: Vocabulary) 
       f"{where} was trained with another vocabulary than {vocabulary.path}, though of the same "
       f"size; {advice}."
     )
+  if role == "draft" and checkpoint.vocabulary is None:
+    share = _share_of_other_tokens(checkpoint, vocabulary)
+    if share > 0.05:  # a few special tokens may differ
+      raise InputError(
+        f"{where} has as many tokens as {vocabulary.path}, but {share:.0%} of them are others, so "
+        f"that hardly any would be accepted; {advice}."
+      )
   return dataclasses.replace(config, eos_id=vocabulary.eos_id, pad_id=vocabulary.pad_id)
+
+
+def _share_of_other_tokens(checkpoint: Checkpoint, vocabulary: Vocabulary) -> float:
+  """Return the share of ids for which the files of a checkpoint have another token, if any."""
+  path = find_vocabulary(checkpoint.folder) if checkpoint.folder else None
+  if path is None or pathlib.Path(path).resolve() == pathlib.Path(vocabulary.path).resolve():
+    return 0.0
+  own = checkpoint.open_vocabulary(path).all_pieces()
+  return sum(one != other for one, other in zip(own, vocabulary.all_pieces())) / len(vocabulary)
 
 
 def laid_out(config: Config, shardings: ShardingsFn, kernels: str) -> Config:

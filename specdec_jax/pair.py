@@ -48,7 +48,8 @@ class Pair:
       method to a verifier.
     task: name of the inputs, for records; None if it is not known.
     max_source_tokens: maximum number of tokens of a source, at most the positions of the target.
-      Longer sources are truncated, but keep the special tokens at their end, such as EOS.
+      Longer sources are truncated, but keep the special tokens at their end, such as EOS. Of a
+      prompt that a decoder-only target continues, the end is kept.
   """
 
   target: Loaded
@@ -199,9 +200,9 @@ class Pair:
     return functools.partial(decoder.run, self.params)
 
   def processors(self, generation: GenerationConfig) -> Processors:
-    """Return the logits processors of a command's `generation`.
+    """Return the logits processors of `generation`, for a check.
 
-    Other settings in it raise InputError. Commands do not apply the generation settings of the
+    Other settings in it raise InputError. A check does not apply the generation settings of the
     checkpoint; a warning names those that change outputs, other than `forced_eos_token_id`, which
     affects only the last token of an output that reaches its limit.
     """
@@ -210,15 +211,15 @@ class Pair:
     ]
     if others:
       raise InputError(
-        f"generation has {', '.join(others)}, which a command does not take from it; give settings "
-        "of logits processors there, and the others as settings of the command."
+        f"generation has {', '.join(others)}, which a check does not take; give settings of logits "
+        "processors or filters of sampling."
       )
     effective = with_effect({**self.target.generation, "forced_eos_token_id": None})
     if effective:
       stated = ", ".join(f"{k} {v!r:.60}" for k, v in effective.items())
       warnings.warn(
         f"{self.target.path or self.target.name} sets {stated}, which Pair.generate applies and "
-        "commands do not; outputs may differ from those of transformers.",
+        "a check does not; the outputs that are checked may differ.",
         stacklevel=2,
       )
     return self.processors_of(generation, (self.vocabulary.eos_id,))
@@ -305,6 +306,8 @@ class Pair:
     most = self.max_source_tokens
     if len(ids) <= most:
       return ids
+    if self.continues:  # the end of a prompt is what the output continues
+      return ids[-most:]
     num_end_tokens = min(self.vocabulary.num_end_tokens, most)
     return ids[: most - num_end_tokens] + ids[len(ids) - num_end_tokens :]
 

@@ -9,6 +9,7 @@ import types
 import warnings
 
 import jax
+import jax.numpy as jnp
 import model_files
 import numpy as np
 import pytest
@@ -20,6 +21,8 @@ from safetensors.numpy import load_file, save_file
 from test_checkpoints_formats import assert_rejected, hf_tensors, params, write_hf
 
 from specdec_jax.checkpoints import huggingface
+from specdec_jax.checkpoints.families import FAMILIES, bart
+from specdec_jax.checkpoints.huggingface import open_state
 from specdec_jax.checkpoints.load import load_params, open_checkpoint
 from specdec_jax.core.decode import Decoder
 from specdec_jax.core.generation_config import SETTINGS, GenerationConfig
@@ -29,6 +32,7 @@ from specdec_jax.data.vocabulary import Vocabulary
 from specdec_jax.errors import InputError
 from specdec_jax.generate import generation_config
 from specdec_jax.load import load_pair
+from specdec_jax.models.gpt import GPTModel
 
 CONFIG = tiny.config(vocab_size=128, layers=1)
 
@@ -691,3 +695,48 @@ def test_models_in_memory_equal_their_checkpoints(t5_and_words):
     load_pair((fields, state))
   with pytest.raises(InputError, match="model_type in the dict in memory/config.json is 'bert'"):
     load_pair(({**fields, "model_type": "bert"}, state), vocabulary=words.path)
+
+
+# Fields that are absent, null or odd.
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["t5", "mt5", "umt5", "gpt2", *bart.DEFAULTS])
+def test_absent_and_null_fields_have_the_defaults_of_transformers(kind):
+  transformers = pytest.importorskip("transformers", reason="transformers is not installed")
+  whole = transformers.AutoConfig.for_model(kind).to_dict()
+  module = FAMILIES[kind]
+  assert module.config("x", {"model_type": kind}) == module.config("x", whole)
+  absent = {name: None for name in whole if name != "model_type"}
+  assert module.config("x", {"model_type": kind, **absent}) == module.config("x", whole)
+
+
+@pytest.mark.parametrize("given", [None, [], ...], ids=str)
+def test_t5_without_start_or_eos_has_those_of_t5(folder, given):
+  want = open_checkpoint(str(folder))
+  change(folder, decoder_start_token_id=None if given == [] else given, eos_token_id=given)
+  found = open_checkpoint(str(folder))
+  assert (found.config, found.eos_ids) == (want.config, want.eos_ids)
+
+
+def test_padding_of_generation_config_moves_no_positions():
+  fields = {"model_type": "m2m_100", "max_position_embeddings": 8, "d_model": 4}
+  want, found = (
+    open_state("x", fields, {}, generation) for generation in ({}, {"pad_token_id": 2})
+  )
+  assert found.config == want.config and found.config.pad_id == 1
+  for name in ("encoder/positions", "decoder/positions"):
+    np.testing.assert_array_equal(found.arrays[name].array, want.arrays[name].array)
+
+
+def test_gpt2_whose_eos_is_token_0_pads_with_another():
+  config = FAMILIES["gpt2"].config("x", {"model_type": "gpt2", "eos_token_id": 0})
+  assert (config.eos_id, config.pad_id) == (0, 1)
+  lengths = GPTModel(config).prompt_tokens(jnp.array([[5, 6, 0, 1], [7, 0, 1, 1]]))[1]
+  assert lengths.tolist() == [2, 1]
+
+
+def test_adapter_next_to_a_model_is_an_error(folder):
+  change(folder, "adapter_config.json", peft_type="LORA")
+  with pytest.raises(InputError, match="has an adapter next to the model .*merge it"):
+    open_checkpoint(str(folder))

@@ -796,7 +796,10 @@ def test_wrong_text_of_processors_is_a_fault(
     ({"batch_sizes": [0]}, "batch_size is 0"),
     ({"num_draft_tokens": 0}, "num_draft_tokens is 0"),
     ({"long_tokens": -1}, "long_tokens is -1"),
-    ({"generation": GenerationConfig(top_k=9)}, "generation has top_k, which a command does not"),
+    (
+      {"generation": GenerationConfig(num_beams=2)},
+      "generation has num_beams, which a check does not",
+    ),
     ({"pair": simulated(tiny_pair.pair())}, "acceptance is simulated"),
   ],
 )

@@ -24,7 +24,9 @@ CONFIG = "config.json"
 WEIGHTS = "model.safetensors"
 _INDEX = "model.safetensors.index.json"  # says in which file each array is
 _GENERATION = "generation_config.json"
-_TOKENS = "decoder_start_token_id", "eos_token_id", "pad_token_id"
+_ADAPTER = "adapter_config.json"
+_OF_TEXTS = "decoder_start_token_id", "eos_token_id"  # those of generation_config.json come first
+_TOKENS = (*_OF_TEXTS, "pad_token_id")
 _FORCED_EOS = {"bart": 2, "mbart": 2, "pegasus": 1, "marian": 0}  # defaults of config.json
 # Settings of `generate` that are not supported; config.json may have them next to other fields.
 _UNSUPPORTED = (
@@ -42,6 +44,11 @@ _IGNORED = re.compile(
 
 def open_huggingface(folder: str) -> Checkpoint:
   """Open the checkpoint of a supported model that `save_pretrained` wrote as safetensors."""
+  if files.is_file(folder, _ADAPTER):
+    raise InputError(
+      f"{folder} has an adapter next to the model ({_ADAPTER}), which transformers would apply; "
+      "merge it into the model (merge_and_unload of peft) and save that, or remove the file."
+    )
   fields, generation = files.read_json(folder, CONFIG), None
   if files.is_file(folder, _GENERATION):
     generation = files.read_json(folder, _GENERATION)
@@ -56,14 +63,15 @@ def open_state(
 ) -> Checkpoint:
   """Return the `Checkpoint` of a model of transformers, given its configuration and its arrays.
 
-  `generation` has the fields of generation_config.json. Its token ids take precedence. If it is
-  None, generation settings are those in `fields`.
+  `generation` has the fields of generation_config.json. Its start and EOS take precedence; padding
+  is that of the configuration, which also determines the positions of some models. If it is None,
+  generation settings are those in `fields`.
   """
   fields = {"model_type": None, **fields}
   require_known(path, fields, model_type=tuple(FAMILIES))
   family = FAMILIES[fields["model_type"]]
   settings = generation_of(fields, generation)
-  fields |= {name: x for name in _TOKENS if (x := (generation or {}).get(name)) is not None}
+  fields |= {name: x for name in _OF_TEXTS if (x := (generation or {}).get(name)) is not None}
   config = family.config(path, fields)
   names = family.names(config)
   arrays: dict[str, Any] = {}

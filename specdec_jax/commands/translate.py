@@ -216,7 +216,8 @@ def _warnings(pair: Pair, record: dict, output: Output) -> Iterator[tuple[str, s
     yield "is empty", "; its output is left empty"
     return
   if (cut := pair.cut(line)) is not None:
-    yield f"is longer than {pair.max_source_tokens} tokens", f"; it was cut after '...{cut[-40:]}'"
+    kept = f"before '{cut[:40]}...'" if pair.continues else f"after '...{cut[-40:]}'"
+    yield f"is longer than {pair.max_source_tokens} tokens", f"; it was cut {kept}"
   if output.finish_reason == "length":
     yield "was not finished", f"; its output stops at the limit of {len(record['tokens'])} tokens"
   share = pair.vocabulary.single_letter_share(line)

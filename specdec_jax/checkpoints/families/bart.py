@@ -6,7 +6,13 @@ from typing import Any, Literal
 
 import numpy as np
 
-from specdec_jax.checkpoints.families.mapping import attention, expand, read_eos_ids, require_known
+from specdec_jax.checkpoints.families.mapping import (
+  attention,
+  expand,
+  read_eos_ids,
+  require_known,
+  with_defaults,
+)
 from specdec_jax.checkpoints.formats import LOGITS, TABLE, Leaf
 from specdec_jax.models.config import T5Config
 
@@ -15,8 +21,11 @@ DEFAULTS: dict[str, dict[str, Any]] = {
   "bart": dict(pad_token_id=1, eos_token_id=2, decoder_start_token_id=2),
   "mbart": dict(pad_token_id=1, eos_token_id=2),
   "pegasus": dict(pad_token_id=0, eos_token_id=1, decoder_start_token_id=0),
-  "marian": dict(pad_token_id=58100, eos_token_id=0, decoder_start_token_id=58100),
+  "marian": dict(
+    vocab_size=58101, pad_token_id=58100, eos_token_id=0, decoder_start_token_id=58100
+  ),
   "m2m_100": dict(
+    vocab_size=128112,
     pad_token_id=1,
     eos_token_id=2,
     decoder_start_token_id=2,
@@ -24,6 +33,11 @@ DEFAULTS: dict[str, dict[str, Any]] = {
     activation_function="relu",
   ),
 }
+_SIZES: dict[str, Any] = dict(
+  vocab_size=50265, d_model=1024, max_position_embeddings=1024, scale_embedding=False
+) | dict(activation_function="gelu", bos_token_id=0)
+for _stack in ("encoder", "decoder"):
+  _SIZES |= {f"{_stack}_layers": 12, f"{_stack}_attention_heads": 16, f"{_stack}_ffn_dim": 4096}
 _NORM_AFTER = "bart", "marian"  # each norm follows its block, and no norm follows the last layer
 _LEARNED_POSITIONS = "bart", "mbart"  # also with a norm after the embeddings
 _POSITION_OFFSET = 2  # rows before the first learned position
@@ -75,9 +89,7 @@ def names(config: T5Config) -> dict[str, str]:
 
 
 def _with_defaults(fields: Mapping[str, Any]) -> dict[str, Any]:
-  given = {name: value for name, value in fields.items() if value is not None}
-  fields = {"scale_embedding": False, "activation_function": "gelu"}
-  fields |= DEFAULTS[given["model_type"]] | given
+  fields = with_defaults(fields, _SIZES | DEFAULTS[fields["model_type"]])
   fields.setdefault("decoder_start_token_id", fields.get("bos_token_id"))
   return fields
 

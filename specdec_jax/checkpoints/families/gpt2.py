@@ -6,7 +6,12 @@ from typing import Any, Literal
 
 import numpy as np
 
-from specdec_jax.checkpoints.families.mapping import expand, read_eos_ids, require_known
+from specdec_jax.checkpoints.families.mapping import (
+  expand,
+  read_eos_ids,
+  require_known,
+  with_defaults,
+)
 from specdec_jax.checkpoints.formats import LOGITS, TABLE, Leaf
 from specdec_jax.models.config import GPTConfig
 
@@ -15,6 +20,7 @@ PREFIX = "transformer."
 UNUSED = r"(transformer\.)?h\.\d+\.attn\.(masked_)?bias"
 TRANSPOSED = (LOGITS,)
 _EOS_ID = 50256
+_SIZES = dict(vocab_size=50257, n_embd=768, n_head=12, n_layer=12, n_positions=1024)
 _ACTIVATIONS: dict[str, Literal["gelu", "relu"]] = {
   "gelu_new": "gelu",
   "gelu_pytorch_tanh": "gelu",
@@ -42,6 +48,7 @@ def config(path: str, fields: Mapping[str, Any]) -> GPTConfig:
 
   `reorder_and_upcast_attn` is ignored: it avoids overflow in float16, but the result is the same.
   """
+  fields = with_defaults(fields, _SIZES)
   require_known(
     path,
     fields,
@@ -51,6 +58,7 @@ def config(path: str, fields: Mapping[str, Any]) -> GPTConfig:
     tie_word_embeddings=(True, False),
   )
   width, num_heads = fields["n_embd"], fields["n_head"]
+  eos_id = read_eos_ids(fields, _EOS_ID)[0]
   return GPTConfig(
     vocab_size=fields["vocab_size"],
     emb_dim=width,
@@ -63,7 +71,8 @@ def config(path: str, fields: Mapping[str, Any]) -> GPTConfig:
     tied_logits=fields.get("tie_word_embeddings", True),
     biases=True,
     num_positions=fields["n_positions"],
-    eos_id=read_eos_ids(fields, _EOS_ID)[0],
+    eos_id=eos_id,
+    pad_id=int(eos_id == 0),  # any other token than EOS, which ends a prompt
     start_id=None,
   )
 

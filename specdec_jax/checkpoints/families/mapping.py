@@ -38,7 +38,17 @@ def require_known(path: str, fields: Mapping[str, Any], **known: tuple) -> None:
       )
 
 
+def with_defaults(fields: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[str, Any]:
+  """Return the fields of config.json, with defaults for those that are absent or null."""
+  return {**defaults, **{name: value for name, value in fields.items() if value is not None}}
+
+
 def read_eos_ids(fields: Mapping[str, Any], default: int) -> tuple[int, ...]:
-  """Return the ids in the field `eos_token_id`, each of which ends a text, or `default`."""
-  value = fields.get("eos_token_id", default)
-  return tuple(dict.fromkeys(value if isinstance(value, list) and value else [value]))
+  """Return the ids in the field `eos_token_id`, each of which ends a text, or `default`.
+
+  `default` stands for an absent field, and for null and [], with which transformers would decode
+  each text up to its limit.
+  """
+  value = fields.get("eos_token_id")
+  value = default if value in (None, []) else value
+  return tuple(dict.fromkeys(value if isinstance(value, list) else [value]))

@@ -6,7 +6,13 @@ from typing import Any, Literal
 
 import numpy as np
 
-from specdec_jax.checkpoints.families.mapping import attention, expand, read_eos_ids, require_known
+from specdec_jax.checkpoints.families.mapping import (
+  attention,
+  expand,
+  read_eos_ids,
+  require_known,
+  with_defaults,
+)
 from specdec_jax.checkpoints.formats import LOGITS, TABLE, Leaf
 from specdec_jax.models.config import T5Config
 
@@ -35,6 +41,13 @@ _FIELDS = {
   "num_decoder_layers": "num_decoder_layers",
   "pad_id": "pad_token_id",
   "start_id": "decoder_start_token_id",
+}
+# Defaults of transformers: those of T5, and of mT5 and umT5.
+_SIZES: dict[str, dict[str, Any]] = {
+  "t5": dict(vocab_size=32128, d_model=512, d_kv=64, d_ff=2048, num_layers=6, num_heads=8)
+  | dict(feed_forward_proj="relu"),
+  "mt5": dict(vocab_size=250112, d_model=512, d_kv=64, d_ff=1024, num_layers=8, num_heads=6)
+  | dict(feed_forward_proj="gated-gelu"),
 }
 # By `feed_forward_proj`: `dense_act_fn` in transformers, and the name in this package.
 _ACTIVATIONS: dict[str, tuple[str, Literal["gelu", "relu", "silu"]]] = {
@@ -75,14 +88,16 @@ def _with_defaults(fields: Mapping[str, Any]) -> dict[str, Any]:
   transformers 5 the field `scale_decoder_outputs` says so, and `tie_word_embeddings` is always
   true; mT5 does not scale them.
   """
-  is_mt5 = fields["model_type"] == "mt5"
-  proj = "relu" if fields["model_type"] == "t5" else "gated-gelu"
-  fields = dict(feed_forward_proj=proj, tie_word_embeddings=not is_mt5) | dict(fields)
+  kind = fields["model_type"]
+  is_mt5 = kind == "mt5"
+  fields = with_defaults(fields, _SIZES["t5" if kind == "t5" else "mt5"])
+  fields.setdefault("tie_word_embeddings", not is_mt5)
   scales = not is_mt5 or str(fields.get("transformers_version")).startswith("4.")
-  fields = dict(scale_decoder_outputs=fields["tie_word_embeddings"] and scales) | fields
-  if fields.get("num_decoder_layers") is None:
-    fields["num_decoder_layers"] = fields["num_layers"]
-  return dict(pad_token_id=0, decoder_start_token_id=0) | fields
+  fields.setdefault("scale_decoder_outputs", fields["tie_word_embeddings"] and scales)
+  fields.setdefault("num_decoder_layers", fields["num_layers"])
+  fields.setdefault("pad_token_id", 0)
+  fields.setdefault("decoder_start_token_id", fields["pad_token_id"])
+  return fields
 
 
 def config(path: str, fields: Mapping[str, Any]) -> T5Config:
