@@ -240,7 +240,7 @@ def _random_target(size: str, dtype: str) -> Pair:
 
 def _ngram_drafts(names: Sequence[str], task: Task) -> list[LoadsDraft]:
   ngrams = [draft for name, draft in _NGRAMS.items() if name in map(str.casefold, names)]
-  return [functools.partial(draft, path=task.target_text()) for draft in ngrams]
+  return [functools.partial(draft, target_text=task.target_text()) for draft in ngrams]
 
 
 class Group(NamedTuple):
