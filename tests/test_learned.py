@@ -149,19 +149,19 @@ def test_decoder_drafts_as_it_was_trained(kind, tree):
   hidden, cache = models.target.prefill(models.params, jnp.asarray(models.prompts), num_slots)
   context = Context(models.prompts, tokens, jnp.full(batch, length), cache, states[:, 0])
   state = draft.init(own, context, hidden)
-  after_each = jax.jit(functools.partial(config.module.apply, method="after_each"))
+  of_head = jax.jit(functools.partial(config.module.apply, method="after_each"))
 
   def eagle(variables, inputs, hidden, rounds, *source):
     """Return logits where each token of the last round has its parent's predicted feature."""
     last_committed = rounds[0, -1]
     for position in range(last_committed + 1, last_committed + 1 + tree.depth):
-      _, features = after_each(variables, inputs, hidden, rounds, *source)
+      _, features = of_head(variables, inputs, hidden, rounds, *source)
       hidden = np.concatenate(
         [hidden[:, :position], features[:, position - 1, None], hidden[:, position + 1 :]], axis=1
       )
-    return after_each(variables, inputs, hidden, rounds, *source)
+    return of_head(variables, inputs, hidden, rounds, *source)[0]
 
-  learned = eagle if kind == "eagle_text" else after_each
+  learned = eagle if kind == "eagle_text" else of_head
   paths = [np.flatnonzero(ancestors)[1:] for ancestors in tree.ancestors]  # to each node
   for keep in (2, tree.num_draft_tokens, 0, 3):
     anchors = anchors[: length - 1] + [length - 1] * (num_slots - length + 1)
@@ -173,7 +173,7 @@ def test_decoder_drafts_as_it_was_trained(kind, tree):
       inputs = tokens.copy()
       inputs[:, length : length + len(paths[node])] = draft_tokens[:, paths[node] - 1]
       rounds = np.broadcast_to(np.array(anchors), inputs.shape)
-      logits, _ = learned({"params": own}, inputs, states, rounds, last, cache.cross_bias)
+      logits = learned({"params": own}, inputs, states, rounds, last, cache.cross_bias)
       q = distribution(logits[:, length + len(paths[node]) - 2], RANDOM)
       if not tree.ranks[node - 1]:  # a sibling has the q that excludes its earlier siblings
         np.testing.assert_allclose(proposal.q[:, node - 1], q, atol=2e-6)
@@ -270,7 +270,7 @@ def test_feature_loss_is_zero_for_the_targets_features_and_ignores_padding():
   rest = dict(cache=cache, rng=None, source=models.prompts, targets=inputs, progress=0.0)
 
   for position in range(1, 5):  # a predicted state depends on the states up to its input
-    predicted = head._after_each(own, TargetOutputs(inputs, hidden, **rest), inputs)[1]
+    predicted = head.after_each(own, TargetOutputs(inputs, hidden, **rest), inputs)[1]
     hidden = hidden.at[:, position].set(predicted[:, position - 1])
 
   def loss(is_token, change=0.0):

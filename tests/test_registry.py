@@ -25,7 +25,10 @@ def pair():
 
 def settings(name: str) -> dict:
   """Return values of the settings of a draft that have no default."""
-  given = {"one_pass_tree": {"draft": load_pair().draft.path}, "tree": {"draft": "ngrams", "widths": (2,)}}
+  given = {
+    "one_pass_tree": {"draft": load_pair().draft.path},
+    "tree": {"draft": "ngrams", "widths": (2,)},
+  }
   found = given.get(name, {})
   if "target_text" in registry.draft_parameters(name, found):
     found = {**found, "target_text": CAPTIONS}

@@ -1,41 +1,36 @@
 """Small decoders that attend to the target's encoding of the source, and to its hidden states.
 
 The decoder has token embeddings and a cache of the text, but no encoder. Its layers attend to the
-cross-attention keys and values of the target's last layers. There are four kinds, which differ in
+cross-attention keys and values of the target's last layers. There are two kinds, which differ in
 the vector that is added to the embedding of a token, its conditioning:
 
-  shared_encoder  none
-  conditioned     a projection of the target's hidden state at the start of the round that processes
-                  the token, plus an embedding of the number of tokens since then (the offset)
-  features        the same in the round of the token; once it is committed, a projection of the
-                  state from which the target predicted it
-  eagle_text      in the round of the token, a projection of the state that the head itself predicts
-                  at its parent; once it is committed, as in 'features'
+  conditioned  a projection of the target's hidden state at the start of the round that processes
+               the token, plus an embedding of the number of tokens since then (the offset)
+  features     the same in the round of the token; once it is committed, a projection of the state
+               from which the target predicted it
 
-In 'features' and 'eagle_text', the next round computes the keys and values of the last round's
-tokens again. In EAGLE (Li et al., 2024), too, each committed token is read together with the
-target's state before it, its feature. 'eagle_text' is close to EAGLE: training uses the target's
-features at all tokens, and adds a loss between predicted and actual features. It differs in that it
-has its own width, embeddings and logits, attends to the source, and trains without noise.
+In 'features', the next round computes the keys and values of the last round's tokens again. In
+EAGLE (Li et al., 2024), too, each committed token is read together with the target's state before
+it, its feature. `contrib.eagle_text` has two further kinds.
 
 Axis letters are those of `core.types`; d is the width of the head, and M the number of hidden
 states (K or 1).
 """
 
 import dataclasses
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import struct
 from jax import Array, lax
-from jaxtyping import Bool, Float, Int, Key
+from jaxtyping import Float, Int, Key
 
-from specdec_jax.core.arrays import gather, take, write_slots
+from specdec_jax.core.arrays import gather, write_slots
 from specdec_jax.core.context import Context
 from specdec_jax.core.sampling import Sampling
-from specdec_jax.core.trees import AnyTree, DynamicTree, NodeLayout, NodePlacement, Tree
+from specdec_jax.core.trees import AnyTree, DynamicTree, NodeLayout, NodePlacement
 from specdec_jax.core.types import Draft, DraftOptions, Outcome, Proposal
 from specdec_jax.drafts.dynamic import DynamicDraft
 from specdec_jax.drafts.heads.base import (
@@ -45,7 +40,7 @@ from specdec_jax.drafts.heads.base import (
   every_position,
   target_cache,
 )
-from specdec_jax.drafts.model import ModelDraft, extend_last_tokens
+from specdec_jax.drafts.model import ModelDraft
 from specdec_jax.models.decoder import KeysValues, empty_slots
 from specdec_jax.models.families import Config
 from specdec_jax.models.layers import Dense, norm
@@ -62,26 +57,16 @@ class SharedEncoderHead(DraftHead):
     offsets: number of offsets, from 0, that have an embedding; larger ones share the last.
   """
 
-  kind: str = "shared_encoder"
+  kind: str = "conditioned"
   layers: tuple[int, ...] = ()
   offsets: int = 8
   needs_encoder = True
   uses_cross_attention = True
 
   @property
-  def is_conditioned(self) -> bool:
-    """Whether tokens have a conditioning."""
-    return self.kind != "shared_encoder"
-
-  @property
   def reads_features(self) -> bool:
     """Whether committed tokens are conditioned on the states from which they were predicted."""
-    return self.kind in ("features", "eagle_text")
-
-  @property
-  def predicts_features(self) -> bool:
-    """Whether the head predicts the target's hidden states."""
-    return self.kind == "eagle_text"
+    return self.kind == "features"
 
   @property
   def feature_layers(self) -> tuple[int, ...]:
@@ -101,7 +86,7 @@ class SharedEncoderHead(DraftHead):
     self, target: Config, sampling: Sampling, tree: AnyTree, options: DraftOptions
   ) -> Draft:
     model = SharedEncoderModel(self.t5, self)
-    if self.kind == "features" and isinstance(tree, DynamicTree):
+    if self.reads_features and isinstance(tree, DynamicTree):
       return DynamicSharedEncoderDraft(model, tree, min(8, self.vocab_size), options)
     return SharedEncoderDraft(model, sampling, self.require_static(tree), options)
 
@@ -110,7 +95,7 @@ class SharedEncoderHead(DraftHead):
 
     The anchor of a token is the last anchor at or before it, or the first token. In validation,
     every `stride`-th token is an anchor. In training, each token is an anchor with probability 1 /
-    `stride`, because rounds have many lengths. Kinds without offsets have no anchors.
+    `stride`, because rounds have many lengths.
     """
 
     def draft_logits(params: Any, frozen: Any, outputs: TargetOutputs) -> tuple[Array, Array]:
@@ -120,26 +105,12 @@ class SharedEncoderHead(DraftHead):
       if outputs.rng is not None:
         is_anchor = jax.random.bernoulli(outputs.rng, 1 / stride, shape)
       anchors = lax.cummax(jnp.where(is_anchor, positions, 0), axis=1)
-      logits, _ = self._after_each(params, outputs, anchors)
-      return logits[:, :, None], every_position(outputs.inputs)
+      return self.after_each(params, outputs, anchors)[:, :, None], every_position(outputs.inputs)
 
     return draft_logits
 
-  def feature_loss(
-    self, params: Any, outputs: TargetOutputs, is_token: Bool[Array, "B T"]
-  ) -> Float[Array, ""] | float:
-    """Return EAGLE's smooth L1 loss of the predicted features, averaged over their entries."""
-    if not self.predicts_features:
-      return 0.0
-    predicted = self._after_each(params, outputs, jnp.zeros_like(outputs.inputs))[1][:, :-1]
-    error = jnp.abs(predicted - lax.stop_gradient(outputs.hidden[:, 1:]))
-    losses = jnp.where(error < 1, error**2 / 2, error - 0.5)
-    mask = is_token[:, :-1]
-    return (losses.mean(axis=-1) * mask).sum() / jnp.maximum(mask.sum(), 1)
-
-  def _after_each(
-    self, params: Any, outputs: TargetOutputs, anchors: Int[Array, "B T"]
-  ) -> tuple[Float[Array, "B T V"], Any]:
+  def after_each(self, params: Any, outputs: TargetOutputs, anchors: Int[Array, "B T"]) -> Any:
+    """Return what the module's `after_each` returns for the outputs of the target."""
     cross, bias = outputs.cache.cross[-self.num_decoder_layers :], outputs.cache.cross_bias
     inputs = outputs.inputs, outputs.hidden, anchors, cross, bias
     return self.module.apply({"params": params}, *inputs, method="after_each")
@@ -149,17 +120,15 @@ class SharedEncoderT5(T5):
   """T5 whose decoder is a draft head; its encoder is never used."""
 
   head: Any = None  # a SharedEncoderHead; fields of a subclass need defaults
+  num_offsets: ClassVar[int | None] = None  # instead of those of the head
 
   def setup(self):
     super().setup()
     cfg, head = self.config, self.head
-    if head.is_conditioned:
-      self.state_norm, self.state = norm(cfg), Dense(cfg, cfg.emb_dim)
-      shape = 1 if head.predicts_features else head.offsets, cfg.emb_dim
-      # "age" is the name of the embedding of offsets in checkpoints.
-      self.age = self.param("age", jax.nn.initializers.normal(1.0), shape, jnp.float32)
-    if head.predicts_features:
-      self.feature = Dense(cfg, head.state_dim)
+    self.state_norm, self.state = norm(cfg), Dense(cfg, cfg.emb_dim)
+    # "age" is the name of the embedding of offsets in checkpoints.
+    shape = self.num_offsets or head.offsets, cfg.emb_dim
+    self.age = self.param("age", jax.nn.initializers.normal(1.0), shape, jnp.float32)
 
   def condition(
     self, hidden: Float[Array, "*batch E"], offsets: Int[Array, "*offsets"] | int
@@ -168,10 +137,6 @@ class SharedEncoderT5(T5):
     embedded = self.age[jnp.minimum(offsets, len(self.age) - 1)].astype(self.config.activations)
     return self.state(self.state_norm(hidden)) + embedded
 
-  def condition_on_prediction(self, own: Float[Array, "*batch d"]) -> Float[Array, "*batch d"]:
-    """Return the conditioning of tokens whose parents have the output states `own`."""
-    return self.condition(self.feature(own), 0)
-
   def after_each(
     self,
     inputs: Int[Array, "B T"],
@@ -179,26 +144,20 @@ class SharedEncoderT5(T5):
     anchors: Int[Array, "B T"],
     cross: tuple[KeysValues, ...],
     cross_bias: Float[Array, "B 1 1 S"],
-  ) -> tuple[Float[Array, "B T V"], Float[Array, "B T E"] | None]:
-    """Return the teacher-forced logits after each input, and the predicted hidden states.
+  ) -> Any:
+    """Return the teacher-forced logits [B, T, V] after each input.
 
     The target predicted each input from the state in `hidden`. `anchors` are the positions of the
     last committed token in the round that processes each input.
     """
     x, embedding = self.token_embedder(inputs), self.token_embedder.embedding
-    if self.head.predicts_features:
-      x = x + self.condition(hidden, 0)
-    elif self.head.is_conditioned:
-      offsets = jnp.arange(inputs.shape[1]) - anchors
-      in_round = x + self.condition(gather(hidden, anchors), offsets)
-      if self.head.reads_features:
-        both = jnp.concatenate([x + self.condition(hidden, 0), in_round], axis=1)
-        layout = RoundsLayout(anchors)
-        _, own, _ = self.decoder(both, embedding, cross, cross_bias, tree=layout)
-        return self.decoder.logits(own[:, inputs.shape[1] :], embedding), None
-      x = in_round
-    logits, own, _ = self.decoder(x, embedding, cross, cross_bias)
-    return logits, self.feature(own) if self.head.predicts_features else None
+    offsets = jnp.arange(inputs.shape[1]) - anchors
+    in_round = x + self.condition(gather(hidden, anchors), offsets)
+    if not self.head.reads_features:
+      return self.decoder(in_round, embedding, cross, cross_bias)[0]
+    both = jnp.concatenate([x + self.condition(hidden, 0), in_round], axis=1)
+    _, own, _ = self.decoder(both, embedding, cross, cross_bias, tree=RoundsLayout(anchors))
+    return self.decoder.logits(own[:, inputs.shape[1] :], embedding)
 
   def extend(
     self,
@@ -264,15 +223,12 @@ class SharedEncoderModel(T5Model):
   def empty_cache(self, context: Context, num_slots: int) -> SharedEncoderCache:
     """Return a cache without tokens, which holds the source as encoded by the target."""
     config, cache, batch = self.config, target_cache(context), len(context.tokens)
-    conditioning = None
-    if self.head.is_conditioned:
-      conditioning = jnp.zeros((batch, num_slots, config.emb_dim), config.activations)
     return SharedEncoderCache(
       length=jnp.zeros(batch, jnp.int32),
       layers=empty_slots(config, batch, num_slots),
       cross=cache.cross[-config.num_decoder_layers :],
       cross_bias=cache.cross_bias,
-      conditioning=conditioning,
+      conditioning=jnp.zeros((batch, num_slots, config.emb_dim), config.activations),
     )
 
   def condition(
@@ -284,10 +240,8 @@ class SharedEncoderModel(T5Model):
     slot: Int[Array, " B"],
   ) -> SharedEncoderCache:
     """Write to the cache the conditioning of the next tokens; see `ModelDraft.condition`."""
-    if not self.head.is_conditioned:
-      return cache
     new = self.head.module.apply({"params": params}, hidden, offsets, method="condition")
-    return _with_conditioning(cache, new, slot)
+    return with_conditioning(cache, new, slot)
 
   def extend(
     self,
@@ -297,37 +251,7 @@ class SharedEncoderModel(T5Model):
     tree: NodeLayout | None = None,
     first: Int[Array, ""] | int = 0,
   ) -> tuple[Float[Array, "B K V"], Float[Array, "B K d"], SharedEncoderCache]:
-    """Process a block; if features are predicted, also condition the children of its nodes.
-
-    The block is then a level of the tree.
-    """
-    logits, hidden, cache = self.head.module.apply(
-      {"params": params}, cache, tokens, tree, first, method="extend"
-    )
-    if self.head.predicts_features and isinstance(tree, Tree):
-      cache = self.condition_children(params, cache, hidden, tree, first)
-    return logits, hidden, cache
-
-  def condition_children(
-    self,
-    params: Any,
-    cache: SharedEncoderCache,
-    hidden: Float[Array, "B K d"],
-    tree: Tree,
-    first: Int[Array, ""] | int,
-  ) -> SharedEncoderCache:
-    """Write the conditioning of the children of nodes `first` to `first + K - 1`."""
-    children = first + 1  # of a chain
-    if not tree.is_chain:
-      assert isinstance(first, int)
-      last = first + hidden.shape[1]
-      nodes = [n for n, parent in enumerate(tree.parents, 1) if first <= parent < last]
-      if not nodes:
-        return cache
-      hidden = take(hidden, [tree.parents[n - 1] - first for n in nodes])
-      children = nodes[0]
-    new = self.head.module.apply({"params": params}, hidden, method="condition_on_prediction")
-    return _with_conditioning(cache, new, cache.length + children)
+    return self.head.module.apply({"params": params}, cache, tokens, tree, first, method="extend")
 
   def condition_on_features(
     self, params: Any, cache: SharedEncoderCache, outcome: Outcome
@@ -351,12 +275,13 @@ class SharedEncoderModel(T5Model):
     if path is None or cache.conditioning is None:
       return committed
     moved = gather(cache.conditioning, cache.length[:, None] + path)
-    return _with_conditioning(committed, moved, cache.length + 1)
+    return with_conditioning(committed, moved, cache.length + 1)
 
 
-def _with_conditioning(
+def with_conditioning(
   cache: SharedEncoderCache, new: Float[Array, "B M d"], slot: Int[Array, " B"]
 ) -> SharedEncoderCache:
+  """Write the conditioning of M tokens from a slot on."""
   assert cache.conditioning is not None
   written = write_slots(cache.conditioning[:, None], new[:, None], slot)[:, 0]
   return cache.replace(conditioning=written)
@@ -390,12 +315,8 @@ class SharedEncoderDraft(ModelDraft):
   def start_round(
     self, params: Any, state: Any, context: Context
   ) -> tuple[Float[Array, "B V"], Any]:
-    model, hidden, slot = self.model, context.hidden[:, None], context.length - 1
-    if model.head.predicts_features:
-      cache = model.condition(params, state, hidden, 0, slot)
-      logits, own, cache = extend_last_tokens(model, params, cache, context, self.reread)
-      return logits, model.condition_children(params, cache, own[:, None], self.tree, 0)
-    state = model.condition(params, state, hidden, jnp.asarray(self.tree.depths), slot)
+    hidden, slot = context.hidden[:, None], context.length - 1
+    state = self.model.condition(params, state, hidden, jnp.asarray(self.tree.depths), slot)
     return super().start_round(params, state, context)
 
   def observe(self, params: Any, state: Any, outcome: Outcome) -> Any:
