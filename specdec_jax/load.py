@@ -1,6 +1,7 @@
 """Functions that load pairs and drafts from checkpoints, by default the bundled pair."""
 
 import dataclasses
+import difflib
 import functools
 import pathlib
 import warnings
@@ -133,7 +134,7 @@ def load_pair(
   if callable(draft) and not is_in_memory(draft):
     drafted = draft(loaded)
   else:
-    opened = open_checkpoint(draft)
+    opened = _open_draft(draft)
     if isinstance(opened.config, DraftHead):
       drafted = speculator(loaded, opened.path)
     else:
@@ -185,7 +186,7 @@ def checkpoint_draft(
       Hugging Face folder or name. The draft then proposes the tokens that both vocabularies have
       (`drafts.other_vocabulary`).
   """
-  opened = open_checkpoint(model)
+  opened = _open_draft(model)
   if isinstance(opened.config, DraftHead):
     return speculator(target, model, weights, output_tokens)
   own = config_of(target.model)
@@ -218,6 +219,17 @@ def checkpoint_draft(
     drafting = OtherVocabularyModel(drafting, target.model, config.pad_id)
     name += f", {int((params.partners >= 0).sum())} shared tokens"
   return DraftSpec(name, functools.partial(model_draft, drafting), params, opened.recorded_path)
+
+
+def _open_draft(model: Any) -> Checkpoint:
+  """Open a checkpoint; the error for a misspelled name of a draft has the right one."""
+  try:
+    return open_checkpoint(model)
+  except InputError as error:
+    alike = difflib.get_close_matches(model, registry.DRAFTS, 1) if isinstance(model, str) else []
+    if not alike:
+      raise
+    raise InputError(f"{error} There is a draft of the name {alike[0]!r}.") from error
 
 
 def other_vocabulary_draft(

@@ -85,6 +85,8 @@ def test_pairs_take_names(tmp_path, monkeypatch):
   monkeypatch.chdir(tmp_path)
   with pytest.raises(InputError, match="There is no model in ./ngrams"):
     load_pair(draft="./ngrams")
+  with pytest.raises(InputError, match="no model in promt_lookup.* the name 'prompt_lookup'"):
+    load_pair(draft="promt_lookup")
 
 
 def bound(*arguments: str) -> tuple[dict, dict]:
