@@ -71,7 +71,8 @@ def prefill(
   """Return the rows of a block before their first round; rows without a text are done.
 
   Encoders read `width` tokens of each source; the others are padding. With None they read all.
-  `width` is ignored if a cache that is not a `T5Cache` has a shape that depends on it.
+  `width` is ignored if a cache of another type than `transformer.Cache` has a shape that depends on
+  it.
   """
 
   def init(width: int | None) -> DecodeState:

@@ -144,7 +144,7 @@ def to_bindings(arguments: Sequence[str]) -> list[str]:
   if "PAIR" in macros():
     named = [each for part in _NAMES for each in _take_named(part, given, kinds)]
     bindings += [*_IMPORTS, *named] if named else []
-  known = [*kinds, *(part.upper() for part in _NAMES if "PAIR" in macros())]
+  known = {*kinds, *(part.upper() for part in _NAMES if "PAIR" in macros())}
   if unknown := {name for name in given if name.upper() not in kinds}:
     raise InputError(f"There is no setting {_as_flags(unknown)}; there are {_as_flags(known)}.")
   for name, text in given.items():

@@ -39,7 +39,8 @@ from specdec_jax.drafts.heads.base import (
 from specdec_jax.drafts.heads.stateless import LevelwiseDraft
 from specdec_jax.models.decoder import KeysValues
 from specdec_jax.models.families import Config
-from specdec_jax.models.t5 import T5, T5Cache, T5Model
+from specdec_jax.models.t5 import T5, T5Model
+from specdec_jax.models.transformer import Cache
 
 # Number of target tokens that are shown in training, relative to the number of wrong tokens in the
 # first prediction: at the start and at the end of training, as in GLAT.
@@ -101,13 +102,13 @@ class DrafterT5(T5):
     `shown` are tokens whose embeddings are added to the placeholders; -1 for none.
     """
     cross, cross_bias = self.encode(source)
-    empty = T5Cache(jnp.zeros(len(inputs), jnp.int32), (), cross, cross_bias)
+    empty = Cache(jnp.zeros(len(inputs), jnp.int32), (), cross, cross_bias)
     hidden, _ = self._run(empty, inputs, anchors, shown)
     return self.logits(hidden.reshape(*anchors.shape, self.gamma, -1))
 
   def next_logits(
-    self, cache: T5Cache, tokens: Int[Array, "B K"], length: Int[Array, " B"], depth: int
-  ) -> tuple[Float[Array, "B D V"], T5Cache]:
+    self, cache: Cache, tokens: Int[Array, "B K"], length: Int[Array, " B"], depth: int
+  ) -> tuple[Float[Array, "B D V"], Cache]:
     """Return the logits of the next `depth` tokens, and the cache with the given tokens.
 
     `tokens` start at position `cache.length`; those from position `length` on are ignored.
@@ -117,7 +118,7 @@ class DrafterT5(T5):
 
   def _run(
     self,
-    cache: T5Cache,
+    cache: Cache,
     tokens: Int[Array, "B K"],
     anchors: Int[Array, "B A"],
     shown: Int[Array, "B A N"] | None = None,
@@ -156,14 +157,14 @@ class DrafterDraft(LevelwiseDraft):
     """Number of committed tokens in the pass, which covers those that a round may commit."""
     return max(self.options.reread, self.tree.depth + 1)
 
-  def init(self, params: Any, context: Context, hidden: Float[Array, "B C E"]) -> T5Cache:
+  def init(self, params: Any, context: Context, hidden: Float[Array, "B C E"]) -> Cache:
     # The slots in `context` suffice for the proposed tree; there may be more placeholders.
     num_slots = context.tokens.shape[1] + self.head.gamma
     return T5Model(self.head.t5).prefill(params, context.prompt, num_slots)[1]
 
   def propose(
-    self, params: Any, state: T5Cache, context: Context, rng: Key[Array, " B"]
-  ) -> tuple[Proposal, T5Cache]:
+    self, params: Any, state: Cache, context: Context, rng: Key[Array, " B"]
+  ) -> tuple[Proposal, Cache]:
     count = min(self.reread, context.tokens.shape[1])
     start = jnp.maximum(context.length - count, 0)
     tokens = gather(context.tokens, start[:, None] + jnp.arange(count))

@@ -74,7 +74,7 @@ def write_slots(
 
 
 def repeat_rows(tree: Any, count: int) -> Any:
-  """Repeat each row of all arrays; a cache may have its own method (`T5Cache.repeat_rows`)."""
+  """Repeat each row of all arrays; a cache may have its own method (`models.transformer.Cache`)."""
 
   def repeated(x: Any) -> Any:
     return x.repeat_rows(count) if hasattr(x, "repeat_rows") else jnp.repeat(x, count, axis=0)

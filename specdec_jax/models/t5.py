@@ -6,17 +6,13 @@ Axis letters are those of `core.types`; in keys and values, D is the size of a h
 import dataclasses
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 from flax import linen as nn
-from flax import struct
 from jax import Array
 from jaxtyping import Bool, Float, Int
 
-from specdec_jax.core.arrays import repeat_rows
-from specdec_jax.core.trees import AnyTree, NodeLayout
 from specdec_jax.models.config import T5Config
-from specdec_jax.models.decoder import Decoder, KeysValues, commit, empty_slots
+from specdec_jax.models.decoder import Decoder, KeysValues, empty_slots
 from specdec_jax.models.layers import (
   MASKED,
   Attention,
@@ -33,37 +29,10 @@ from specdec_jax.models.layers import (
   rotation,
   window_masks,
 )
+from specdec_jax.models.transformer import Cache, Transformer, TransformerModel
 
 PAD_ID = 0  # also the first token of T5's decoder
 EOS_ID = 1
-
-
-@struct.dataclass
-class T5Cache:
-  """Cache of a T5 decoder: the committed tokens except the last one, and the encoded source.
-
-  Attributes:
-    cross: for each layer, keys and values of the encoded sources, both of shape [sources, G, S, D].
-      If there are fewer sources than rows, consecutive rows share a source.
-    cross_bias: bias of cross-attention: 0 at source tokens and MASKED at padding.
-  """
-
-  length: Int[Array, " B"]
-  layers: tuple[KeysValues, ...]
-  cross: tuple[KeysValues, ...]
-  cross_bias: Float[Array, "sources 1 1 S"]
-
-  def repeat_rows(self, count: int) -> "T5Cache":
-    """Return the cache for `count` texts per row, which share the encoded source of the row."""
-    length, layers = repeat_rows((self.length, self.layers), count)
-    return self.replace(length=length, layers=layers)
-
-  def pad_sources(self, width: int) -> "T5Cache":
-    """Return the cache with sources that are padded to `width` tokens."""
-    pad = 0, width - self.cross_bias.shape[3]
-    cross = jax.tree.map(lambda x: jnp.pad(x, ((0, 0), (0, 0), pad, (0, 0))), self.cross)
-    bias = jnp.pad(self.cross_bias, ((0, 0), (0, 0), (0, 0), pad), constant_values=MASKED)
-    return self.replace(cross=cross, cross_bias=bias)
 
 
 class EncoderLayer(nn.Module):
@@ -145,11 +114,10 @@ class Encoder(nn.Module):
     return self.dropout(self.encoder_norm(x) if cfg.has_final_norm else x, deterministic)
 
 
-class T5(nn.Module):
+class T5(Transformer):
   """Encoder-decoder, with the methods that `T5Model` and training call."""
 
   config: T5Config
-  feature_layers: tuple[int, ...] = ()
 
   def setup(self):
     cfg = self.config
@@ -192,55 +160,14 @@ class T5(nn.Module):
     cross_bias = jnp.where(is_token, 0.0, MASKED)[:, None, None, :]
     return self.decoder.cross_keys_values(encoded), cross_bias
 
-  def extend(
-    self,
-    cache: T5Cache,
-    tokens: Int[Array, "B K"],
-    tree: NodeLayout | None = None,
-    first: Int[Array, ""] | int = 0,
-  ) -> tuple[Float[Array, "B K V"], Float[Array, "B K states"], T5Cache]:
-    """Process a block of tokens that follows the cached tokens; see `core.types.Model.extend`."""
-    return self.extend_embedded(cache, self.token_embedder(tokens), tree, first)
-
-  def extend_embedded(
-    self,
-    cache: T5Cache,
-    x: Float[Array, "B K E"],
-    tree: NodeLayout | None = None,
-    first: Int[Array, ""] | int = 0,
-  ) -> tuple[Float[Array, "B K V"], Float[Array, "B K states"], T5Cache]:
-    """Process a block of token embeddings, or of vectors that replace token embeddings."""
-    logits, hidden, layers = self.decoder(
-      x,
-      self.token_embedder.embedding,
-      cache.cross,
-      cache.cross_bias,
-      cache.layers,
-      cache.length,
-      tree,
-      first,
-    )
-    return logits, hidden, cache.replace(layers=layers)
-
-  def logits(self, hidden: Float[Array, "*batch E"]) -> Float[Array, "*batch V"]:
-    """Return the logits of hidden states after the final norm."""
-    return self.decoder.logits(hidden, self.token_embedder.embedding)
-
 
 @dataclasses.dataclass(frozen=True)
-class T5Model:
+class T5Model(TransformerModel):
   """Encoder-decoder as a `Model`: `prefill` runs the encoder, `extend` the decoder."""
 
   config: T5Config
-  feature_layers: tuple[int, ...] = dataclasses.field(default=(), kw_only=True)
 
-  @property
-  def eos_id(self) -> int:
-    return self.config.eos_id
-
-  @property
-  def vocab_size(self) -> int:
-    return self.config.vocab_size
+  module_type = T5
 
   def prompt_tokens(self, prompt: Int[Array, "B P"]) -> tuple[Int[Array, "B C"], Int[Array, " B"]]:
     batch = len(prompt)
@@ -249,10 +176,10 @@ class T5Model:
 
   def prefill(
     self, params: Any, prompt: Int[Array, "B P"], num_slots: int
-  ) -> tuple[Float[Array, "B C E"], T5Cache]:
+  ) -> tuple[Float[Array, "B C E"], Cache]:
     batch, config = len(prompt), self.config
     cross, cross_bias = T5(config).apply({"params": params}, prompt, method=T5.encode)
-    cache = T5Cache(
+    cache = Cache(
       length=jnp.zeros(batch, jnp.int32),
       layers=empty_slots(config, batch, num_slots),
       cross=cross,
@@ -260,23 +187,3 @@ class T5Model:
     )
     width = config.emb_dim * max(1, len(self.feature_layers))
     return jnp.zeros((batch, 1, width), config.activations), cache
-
-  def extend(
-    self,
-    params: Any,
-    cache: T5Cache,
-    tokens: Int[Array, "B K"],
-    tree: NodeLayout | None = None,
-    first: Int[Array, ""] | int = 0,
-  ) -> tuple[Float[Array, "B K V"], Float[Array, "B K E"], T5Cache]:
-    module = T5(self.config, self.feature_layers)
-    return module.apply({"params": params}, cache, tokens, tree, first, method=T5.extend)
-
-  def commit(
-    self,
-    cache: Any,
-    length: Int[Array, " B"],
-    tree: AnyTree | None = None,
-    path: Int[Array, "B D"] | None = None,
-  ) -> Any:
-    return commit(cache, length, path)

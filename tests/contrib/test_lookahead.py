@@ -18,7 +18,7 @@ from specdec_jax.core.types import Outcome
 from specdec_jax.core.verify.tokens import TokenVerifier
 from specdec_jax.errors import InputError
 from specdec_jax.models.decoder import commit
-from specdec_jax.models.t5 import T5Cache
+from specdec_jax.models.transformer import Cache
 
 pytestmark = pytest.mark.slow
 
@@ -103,7 +103,7 @@ class Fibonacci:
   def prefill(self, params, prompt, num_slots):
     batch, count = prompt.shape
     text = jnp.pad(prompt, ((0, 0), (0, num_slots - count)))[:, None, :, None]
-    return jnp.zeros((batch, count, V)), T5Cache(jnp.full(batch, count - 1), text, None, None)
+    return jnp.zeros((batch, count, V)), Cache(jnp.full(batch, count - 1), text, None, None)
 
   def extend(self, params, cache, tokens, tree=None, first=0):
     def put(text, new, at):

@@ -44,7 +44,8 @@ from specdec_jax.drafts.model import ModelDraft
 from specdec_jax.models.decoder import KeysValues, empty_slots
 from specdec_jax.models.families import Config
 from specdec_jax.models.layers import Dense, norm
-from specdec_jax.models.t5 import T5, T5Cache, T5Model
+from specdec_jax.models.t5 import T5, T5Model
+from specdec_jax.models.transformer import Cache
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -204,10 +205,10 @@ class RoundsLayout:
 
 
 @struct.dataclass
-class SharedEncoderCache(T5Cache):
+class SharedEncoderCache(Cache):
   """Cache with the target's `cross`; `conditioning` is that of the token in each slot."""
 
-  conditioning: Float[Array, "B T d"] | None
+  conditioning: Float[Array, "B T d"] | None = None
 
   def repeat_rows(self, count: int) -> "SharedEncoderCache":
     conditioning = jax.tree.map(lambda x: jnp.repeat(x, count, axis=0), self.conditioning)
@@ -334,7 +335,7 @@ class DynamicSharedEncoderDraft(DynamicDraft):
   def reread(self) -> int:
     return max(self.options.reread, self.tree.depth + 1)
 
-  def empty_cache(self, params: Any, context: Context, num_slots: int) -> T5Cache:
+  def empty_cache(self, params: Any, context: Context, num_slots: int) -> Cache:
     return self.model.empty_cache(context, num_slots)
 
   def propose(
