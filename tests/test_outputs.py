@@ -54,7 +54,9 @@ def test_none_has_an_empty_output_and_keeps_the_keys_of_others(pair, own, given,
   assert [*outputs(pair, given([]), **SAMPLED)] == []
 
 
-@pytest.mark.parametrize("tree", [(0, 0, 1), iter((0, 0, 1)), Tree((0, 0, 1))], ids=repr)
+@pytest.mark.parametrize(
+  "tree", [(0, 0, 1), iter((0, 0, 1)), Tree((0, 0, 1))], ids=["list", "iterator", "tree"]
+)
 def test_tree_is_parents_or_a_tree(pair, tree):
   (output,) = pair.generate(TEXTS[:1], tree=tree, max_new_tokens=10)
   assert output.rounds.draft_tokens.shape[1] == 3
@@ -97,7 +99,7 @@ def test_none_switches_a_setting_of_the_checkpoint_off(pair):
     (dict(texts=TEXTS, temprature=1.0), TypeError, "temprature"),
     (dict(texts=TEXTS, temprature=None), TypeError, "temprature"),
   ],
-  ids=str,
+  ids=["string", "NUL", "nodes", "name", "name of None"],
 )
 def test_invalid_arguments(pair, arguments, error, words):
   with pytest.raises(error, match=words):

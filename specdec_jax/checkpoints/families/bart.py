@@ -6,13 +6,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from specdec_jax.checkpoints.families.mapping import (
-  attention,
-  expand,
-  read_eos_ids,
-  require_known,
-  with_defaults,
-)
+from specdec_jax.checkpoints.families.mapping import attention, expand, read_eos_ids, require_known
 from specdec_jax.checkpoints.formats import LOGITS, TABLE, Leaf
 from specdec_jax.models.config import T5Config
 
@@ -89,7 +83,8 @@ def names(config: T5Config) -> dict[str, str]:
 
 
 def _with_defaults(fields: Mapping[str, Any]) -> dict[str, Any]:
-  fields = with_defaults(fields, _SIZES | DEFAULTS[fields["model_type"]])
+  given = {name: value for name, value in fields.items() if value is not None}
+  fields = _SIZES | DEFAULTS[given["model_type"]] | given
   fields.setdefault("decoder_start_token_id", fields.get("bos_token_id"))
   return fields
 

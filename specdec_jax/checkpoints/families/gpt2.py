@@ -10,7 +10,6 @@ from specdec_jax.checkpoints.families.mapping import (
   expand,
   read_eos_ids,
   require_known,
-  with_defaults,
 )
 from specdec_jax.checkpoints.formats import LOGITS, TABLE, Leaf
 from specdec_jax.models.config import GPTConfig
@@ -48,7 +47,7 @@ def config(path: str, fields: Mapping[str, Any]) -> GPTConfig:
 
   `reorder_and_upcast_attn` is ignored: it avoids overflow in float16, but the result is the same.
   """
-  fields = with_defaults(fields, _SIZES)
+  fields = _SIZES | dict(fields)
   require_known(
     path,
     fields,

@@ -38,11 +38,6 @@ def require_known(path: str, fields: Mapping[str, Any], **known: tuple) -> None:
       )
 
 
-def with_defaults(fields: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[str, Any]:
-  """Return the fields of config.json, with defaults for those that are absent or null."""
-  return {**defaults, **{name: value for name, value in fields.items() if value is not None}}
-
-
 def read_eos_ids(fields: Mapping[str, Any], default: int) -> tuple[int, ...]:
   """Return the ids in the field `eos_token_id`, each of which ends a text, or `default`.
 

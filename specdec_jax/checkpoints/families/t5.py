@@ -6,13 +6,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from specdec_jax.checkpoints.families.mapping import (
-  attention,
-  expand,
-  read_eos_ids,
-  require_known,
-  with_defaults,
-)
+from specdec_jax.checkpoints.families.mapping import attention, expand, read_eos_ids, require_known
 from specdec_jax.checkpoints.formats import LOGITS, TABLE, Leaf
 from specdec_jax.models.config import T5Config
 
@@ -90,7 +84,9 @@ def _with_defaults(fields: Mapping[str, Any]) -> dict[str, Any]:
   """
   kind = fields["model_type"]
   is_mt5 = kind == "mt5"
-  fields = with_defaults(fields, _SIZES["t5" if kind == "t5" else "mt5"])
+  may_be_null = ("num_decoder_layers", "pad_token_id", "decoder_start_token_id")
+  given = {k: x for k, x in fields.items() if x is not None or k not in may_be_null}
+  fields = _SIZES["t5" if kind == "t5" else "mt5"] | given
   fields.setdefault("tie_word_embeddings", not is_mt5)
   scales = not is_mt5 or str(fields.get("transformers_version")).startswith("4.")
   fields.setdefault("scale_decoder_outputs", fields["tie_word_embeddings"] and scales)
