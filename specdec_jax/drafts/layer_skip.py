@@ -95,7 +95,7 @@ def cache_of_layers(cache: Any, layers: Sequence[int]) -> Any:
     return tuple(per_layer[layer] for layer in layers)
 
   cache = cache.replace(layers=select(cache.layers))
-  return cache.replace(cross=select(cache.cross)) if hasattr(cache, "cross") else cache
+  return cache if cache.cross is None else cache.replace(cross=select(cache.cross))
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
