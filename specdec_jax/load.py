@@ -434,10 +434,11 @@ def _with_vocabulary(role: str, checkpoint: Checkpoint, vocabulary: Vocabulary) 
 
 def _share_of_other_tokens(checkpoint: Checkpoint, vocabulary: Vocabulary) -> float:
   """Return the share of ids for which the files of a checkpoint have another token, if any."""
-  path = find_vocabulary(checkpoint.folder) if checkpoint.folder else None
-  if path is None or pathlib.Path(path).resolve() == pathlib.Path(vocabulary.path).resolve():
+  path = pathlib.Path((checkpoint.folder and find_vocabulary(checkpoint.folder)) or "")
+  is_inside = path.parent == pathlib.Path(checkpoint.folder or "")
+  if not is_inside or not path.name or path.resolve() == pathlib.Path(vocabulary.path).resolve():
     return 0.0
-  own = checkpoint.open_vocabulary(path).all_pieces()
+  own = checkpoint.open_vocabulary(str(path)).all_pieces()
   return sum(one != other for one, other in zip(own, vocabulary.all_pieces())) / len(vocabulary)
 
 

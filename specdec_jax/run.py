@@ -126,8 +126,8 @@ def to_bindings(arguments: Sequence[str]) -> list[str]:
   `--num_texts 5`, `--num-texts=5` and `--gin.NUM_TEXTS=5` become `NUM_TEXTS = 5`; a flag alone is
   True. A text that begins with `@` or `%` is a reference or a macro of gin; otherwise, the type of
   the setting tells how it is read (`flag_values.read`). `--gamma 3,5` sets GAMMAS if there is no
-  setting GAMMA. `--draft` and `--verifier` take names
-  (`registry`), whose settings are flags too. Words are values of the setting NAMES.
+  setting GAMMA. `--draft` and `--verifier` take names (`registry`), whose settings are flags too.
+  Words are values of the setting NAMES.
 
   Raises:
     InputError: there is no such setting, its value is of another type, or the run takes no words.
