@@ -16,6 +16,7 @@ from specdec_jax.commands.check import check_exactness
 from specdec_jax.commands.speedup import decode_examples
 from specdec_jax.core.counts import acceptance_rate
 from specdec_jax.core.decode import DecodeSettings
+from specdec_jax.core.generation_config import GenerationConfig
 from specdec_jax.core.sampling import Sampling, row_keys
 from specdec_jax.core.trees import chain
 from specdec_jax.measure.records import results_path
@@ -157,7 +158,8 @@ def test_generate_continues_a_prefix_or_the_lines_of_a_file(generate, tmp_path):
 
 def test_decode_command_accepts_empty_prompts(tmp_path):
   pytest.importorskip("apache_beam", reason="Apache Beam is not installed")
-  settings = dict(num_shards=1, gamma=GAMMA, batch_size=1, max_new_tokens=LIMIT)
+  generation = GenerationConfig(max_new_tokens=LIMIT)
+  settings = dict(num_shards=1, gamma=GAMMA, batch_size=1, generation=generation)
   decode(tiny_pair.gpt_pair, TEXTS, str(tmp_path), **settings)
   lines = (tmp_path / "outputs-00000-of-00001.jsonl").read_text().splitlines()
   assert [json.loads(line)["output"] for line in lines] == decode_one_by_one(TEXTS)
