@@ -22,7 +22,7 @@ from jaxtyping import Int, Key
 from specdec_jax.core.counts import require_finite
 from specdec_jax.core.decode import Decoder, DecodeState
 from specdec_jax.core.sampling import split_keys
-from specdec_jax.core.types import AnyArray, DecodeResult, Params
+from specdec_jax.core.types import AnyArray, DecodeResult, Keys, Params
 from specdec_jax.errors import InputError
 
 NO_TEXT = -1  # index of a row that has no text
@@ -60,7 +60,7 @@ class Block(NamedTuple):
   """
 
   prompt: Int[Array, "B P"]
-  rng: Key[Array, " B"]
+  rng: Keys
   text: Int[AnyArray, " B"]
   limit: Int[AnyArray, " B"]
 

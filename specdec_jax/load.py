@@ -15,7 +15,6 @@ import numpy as np
 from specdec_jax import registry
 from specdec_jax.checkpoints.checkpoint import (
   Checkpoint,
-  LoadedWeights,
   ShardingsFn,
   make_shardings,
 )
@@ -33,9 +32,8 @@ from specdec_jax.drafts.dynamic import model_draft
 from specdec_jax.drafts.heads import AnyConfig, DraftHead
 from specdec_jax.drafts.other_vocabulary import OtherVocabularyModel, other_vocabulary_params
 from specdec_jax.errors import InputError, require_count
-from specdec_jax.models.config import named_dtype
 from specdec_jax.models.families import Config, config_of, model_of
-from specdec_jax.models.kernels import skinny
+from specdec_jax.models.layout import Layout, Weights, for_device
 from specdec_jax.models.quantization import LARGEST
 from specdec_jax.pair import Pair
 from specdec_jax.xla import default_cache_dir, enable_compile_cache
@@ -57,8 +55,8 @@ def load_pair(
   shardings: ShardingsFn = None,
   draft_shardings: ShardingsFn = None,
   kernels: str = "auto",
-  weights: LoadedWeights = "float",
-  draft_weights: LoadedWeights | None = None,
+  weights: Weights = "float",
+  draft_weights: Weights | None = None,
   verifier: str | Callable[[Sampling], Verifier] = TokenVerifier,
   source_language: str | None = None,
 ) -> Pair:
@@ -115,9 +113,8 @@ def load_pair(
   checkpoint, dtype = open_checkpoint(target), _of_device(dtype)
   if not isinstance(vocabulary, Vocabulary):
     vocabulary = checkpoint.open_vocabulary(vocabulary, extra_ids, source_language)
-  model, params = load_model(
-    "target", checkpoint, vocabulary, dtype, kernels, weights, shardings=shardings
-  )
+  layout = for_device(dtype, "xla" if shardings else kernels, weights)
+  model, params = load_model("target", checkpoint, vocabulary, layout, shardings)
   loaded = Loaded(
     checkpoint.name,
     model,
@@ -142,11 +139,13 @@ def load_pair(
         "draft",
         opened,
         vocabulary,
-        dtype,
-        kernels,
-        draft_weights or (weights if weights in LARGEST else None),
-        shardings=draft_shardings,
-        other_arrays=params,
+        for_device(
+          dtype,
+          "xla" if draft_shardings else kernels,
+          draft_weights or (weights if weights in LARGEST else None),
+        ),
+        draft_shardings,
+        params,
       )
       if drafting.config.has_encoder != model.config.has_encoder:
         raise InputError(
@@ -168,7 +167,7 @@ def checkpoint_draft(
   model: str = str(EMBEDDED / "draft"),
   dtype: str | None = None,
   kernels: str = "auto",
-  weights: LoadedWeights | None = None,
+  weights: Weights | None = None,
   output_tokens: OutputTokens | None = None,
   vocabulary: str | None = None,
 ) -> DraftSpec:
@@ -190,20 +189,13 @@ def checkpoint_draft(
   if isinstance(opened.config, DraftHead):
     return speculator(target, model, weights, output_tokens)
   own = config_of(target.model)
-  dtype = _of_device(dtype or ("float32" if own is None else jnp.dtype(own.dtype).name))
-  if weights is None and own is not None and own.weights in LARGEST:
-    weights = own.weights
+  layout = Layout() if own is None else own.layout
+  dtype = _of_device(dtype or jnp.dtype(layout.dtype).name)
+  layout = for_device(dtype, kernels, weights or (layout.weights if layout.is_quantized else None))
   words = opened.open_vocabulary(vocabulary) if vocabulary else target.vocabulary
   tokens = output_tokens and output_tokens(words)
   drafting, params = load_model(
-    "draft",
-    opened,
-    words,
-    dtype,
-    kernels,
-    weights,
-    other_arrays=target.params,
-    output_tokens=tokens,
+    "draft", opened, words, layout, other_arrays=target.params, output_tokens=tokens
   )
   config = drafting.config
   name = draft_name(opened.name, config)
@@ -280,7 +272,7 @@ def is_bundled(checkpoint: Checkpoint) -> bool:
 def speculator(
   target: Loaded,
   path: str,
-  weights: LoadedWeights | None = None,
+  weights: Weights | None = None,
   output_tokens: OutputTokens | None = None,
 ) -> DraftSpec:
   """Load a draft head from `train_speculator` as a draft of the target that it was trained on.
@@ -301,21 +293,15 @@ def speculator(
     raise InputError(
       f"The draft in {path} was trained with another vocabulary than {target.vocabulary.path}."
     )
-  own = require_config(target)
-  weights = weights or (own.weights if own.weights != "float" else "stored")
+  layout = require_config(target).layout
+  weights = weights or (layout.weights if layout.is_quantized else "stored")
   tokens = output_tokens and output_tokens(target.vocabulary)
   head = dataclasses.replace(
     head,
-    **{name: getattr(own, name) for name in ("dtype", "kernels", "fused")},
+    layout=dataclasses.replace(layout, weights=weights),
     num_output_tokens=None if tokens is None else len(tokens),
   )
-  head = with_weights(head, weights)
-  params = checkpoint.load(
-    head,
-    stored_weights=weights == "stored",
-    other_arrays=target.params,
-    output_tokens=tokens,
-  )
+  params = checkpoint.load(head, other_arrays=target.params, output_tokens=tokens)
   factory = head_factory(draft_name(checkpoint.name, head), head, params, target)
   return dataclasses.replace(factory, path=checkpoint.recorded_path)
 
@@ -335,7 +321,8 @@ def head_factory(name: str, head: DraftHead, params: Any, target: Loaded) -> Dra
 def draft_name(name: str, config: AnyConfig) -> str:
   """Return the name of a draft for records, with its number of output tokens and its format."""
   tokens = [f"{config.num_output_tokens} tokens"] if config.num_output_tokens else []
-  return ", ".join([name, *tokens, *([config.weights] if config.weights != "float" else [])])
+  weights = [config.layout.weights] if config.layout.is_quantized else []
+  return ", ".join([name, *tokens, *weights])
 
 
 def require_config(target: Loaded) -> Config:
@@ -350,18 +337,14 @@ def load_model(
   role: str,
   checkpoint: Checkpoint,
   vocabulary: Vocabulary,
-  dtype: str = "float32",
-  kernels: str = "xla",
-  weights: LoadedWeights | None = "float",
-  *,
+  layout: Layout,
   shardings: ShardingsFn = None,
   other_arrays: Any = (),
   output_tokens: Sequence[int] | None = None,
 ) -> tuple[Any, Any]:
-  """Return the model of a checkpoint and its parameters, converted for decoding if not sharded.
+  """Return the model of a checkpoint and its parameters, with the given layout if not sharded.
 
   Args:
-    weights: see `load_pair`; None for the default of a draft.
     other_arrays: arrays that must fit in memory together with the parameters: for a draft, the
       target's parameters.
   """
@@ -371,19 +354,11 @@ def load_model(
       "the draft of a pair."
     )
   config = _with_vocabulary(role, checkpoint, vocabulary)
-  config = dataclasses.replace(config, dtype=named_dtype(dtype))
-  config = laid_out(config, shardings, kernels)
-  if weights is None:
-    weights = "int8" if config.kernels == "skinny" and config.in_pairs else "stored"
-  config = with_weights(config, weights)
+  config = laid_out(config, layout, shardings)
   if output_tokens is not None:
     config = dataclasses.replace(config, num_output_tokens=len(output_tokens))
   params = checkpoint.load(
-    config,
-    shardings=shardings,
-    stored_weights=weights == "stored",
-    other_arrays=other_arrays,
-    output_tokens=output_tokens,
+    config, shardings=shardings, other_arrays=other_arrays, output_tokens=output_tokens
   )
   return model_of(config), params
 
@@ -442,30 +417,13 @@ def _share_of_other_tokens(checkpoint: Checkpoint, vocabulary: Vocabulary) -> fl
   return sum(one != other for one, other in zip(own, vocabulary.all_pieces())) / len(vocabulary)
 
 
-def laid_out(config: Config, shardings: ShardingsFn, kernels: str) -> Config:
-  """Return the configuration in the layout for decoding; unchanged if parameters are sharded."""
-  if kernels not in ("auto", "gpu", "xla"):
-    raise InputError(f"kernels is {kernels!r}; use 'auto', 'gpu' or 'xla'.")
+def laid_out(config: Config, layout: Layout, shardings: ShardingsFn) -> Config:
+  """Return the configuration with a layout; parameters that are sharded stay fused or not."""
   places = jax.tree.leaves(make_shardings(shardings, config)) if shardings else []
   if not all(place.is_fully_replicated for place in places):
-    return config
-  if shardings:
-    kernels = "xla"
-  elif kernels == "auto" and jax.default_backend() == "gpu":
-    kernels = "gpu"
-  elif kernels == "auto":
-    kernels = "skinny" if skinny.is_available(config.dtype) else "xla"
-  return dataclasses.replace(config, fused=True, tied_logits=False, kernels=kernels)
-
-
-def with_weights(config: Any, weights: Any) -> Any:
-  """Return the configuration of a model with the given weights; int4 has no kernels for CPUs."""
-  if weights not in ("float", "stored", *LARGEST):
-    raise InputError(f"weights is {weights!r}; give 'float', 'stored', 'int8' or 'int4'.")
-  kernels = "xla" if weights == "int4" and config.kernels == "skinny" else config.kernels
-  return dataclasses.replace(
-    config, weights=weights if weights in LARGEST else "float", kernels=kernels
-  )
+    layout = dataclasses.replace(layout, fused=config.layout.fused)
+  tied_logits = config.tied_logits and not layout.fused
+  return dataclasses.replace(config, layout=layout, tied_logits=tied_logits)
 
 
 def _generation(

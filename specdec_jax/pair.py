@@ -32,6 +32,7 @@ from specdec_jax.core.verify.tokens import TokenVerifier
 from specdec_jax.data.vocabulary import Vocabulary, padded
 from specdec_jax.errors import InputError, require_count
 from specdec_jax.models.families import Config, config_of, with_feature_layers
+from specdec_jax.models.layout import Layout
 from specdec_jax.models.simulated import SimulatedModel
 
 MOST_STEPS = 32  # maximum gamma of a beam search; each step takes about a second to compile
@@ -86,20 +87,25 @@ class Pair:
     return self.target.vocabulary
 
   @property
+  def layout(self) -> Layout:
+    """Layout of the target's parameters; the default one if the target has no configuration."""
+    return Layout() if self.config is None else self.config.layout
+
+  @property
   def dtype(self) -> str:
-    """'float32' or 'bfloat16', the `dtype` of the target's configuration."""
-    return jnp.dtype(getattr(self.config, "dtype", jnp.float32)).name
+    """'float32' or 'bfloat16', the `dtype` of the target's layout."""
+    return jnp.dtype(self.layout.dtype).name
 
   @property
   def kernels(self) -> str:
-    """Implementation of the target's matmuls (`TransformerConfig.kernels`).
+    """Implementation of the target's matmuls (`Layout.kernels`).
 
     It ends with '+int8' or '+int4' if weights are quantized, and with '+bfloat16' if they are read
     in bfloat16 although `dtype` is 'float32'.
     """
-    kernels = getattr(self.config, "kernels", "xla")
-    if (weights := getattr(self.config, "weights", "float")) != "float":
-      return f"{kernels}+{weights}"
+    kernels = self.layout.kernels
+    if self.layout.is_quantized:
+      return f"{kernels}+{self.layout.weights}"
     arrays = jax.tree.leaves(self.target.params)
     is_stored = self.dtype == "float32" and any(x.dtype == jnp.bfloat16 for x in arrays)
     return kernels + "+bfloat16" * is_stored

@@ -18,10 +18,9 @@ from specdec_jax.data.vocabulary import Vocabulary
 from specdec_jax.drafts.dynamic import model_draft
 from specdec_jax.drafts.heads import DraftHead, new_head
 from specdec_jax.errors import InputError
-from specdec_jax.models.config import Weights, named_dtype
 from specdec_jax.models.families import Config, model_of
-from specdec_jax.models.kernels import gpu
-from specdec_jax.models.quantization import LARGEST, param_dtype
+from specdec_jax.models.layout import Layout, Weights, for_device
+from specdec_jax.models.quantization import LARGEST
 from specdec_jax.models.simulated import SimulatedModel
 from specdec_jax.models.sizes import named_config, version_name
 from specdec_jax.pair import Pair
@@ -58,9 +57,9 @@ def random_pair(
     num_output_tokens: see `random_draft`; for a draft that is given by its size.
   """
   load.cache_programs()
-  version, kind = version_name(version), named_dtype(dtype)
-  words = open_vocabulary(vocabulary)
-  config, params = random_model(target, version, kind, words, shardings, kernels, weights)
+  version, words = version_name(version), open_vocabulary(vocabulary)
+  layout = for_device(dtype, "xla" if shardings else kernels, weights)
+  config, params = random_model(target, version, layout, words, shardings)
   model = SimulatedModel(model_of(config), alpha, words.eos_id)
   loaded = Loaded(size_name(version, target), model, params, words)
   if isinstance(draft, str) and draft in registry.DRAFTS:
@@ -107,15 +106,9 @@ def random_draft(
       all tokens.
   """
   version = version_name(version)
+  layout = for_device(dtype, "xla" if shardings else kernels, weights)
   config, params = random_model(
-    size,
-    version,
-    named_dtype(dtype),
-    target.vocabulary,
-    shardings,
-    kernels,
-    weights,
-    num_output_tokens,
+    size, version, layout, target.vocabulary, shardings, num_output_tokens
   )
   model: Model = model_of(config)
   if inner_alpha is not None:
@@ -132,24 +125,21 @@ def size_name(version: str, size: str) -> str:
 def random_model(
   size: str,
   version: str,
-  dtype,
+  layout: Layout,
   words: Vocabulary,
-  shardings: ShardingsFn,
-  kernels: str,
-  weights: Weights = "float",
+  shardings: ShardingsFn = None,
   num_output_tokens: int | None = None,
 ) -> tuple[Config, Any]:
-  """Return a named configuration and random parameters of the given dtype and shardings."""
-  config = named_config(version, size, dtype=dtype)
+  """Return a named configuration and random parameters with the given layout and shardings."""
+  config = named_config(version, size)
   config = dataclasses.replace(config, eos_id=words.eos_id, pad_id=words.pad_id)
   if len(words) > config.vocab_size:
     raise InputError(
       f"{words.path} has {len(words)} tokens, more than the {config.vocab_size} of {version} "
       f"{size}; give a smaller vocabulary."
     )
-  config = load.laid_out(config, shardings, kernels)
-  config = dataclasses.replace(config, num_output_tokens=num_output_tokens)
-  config = load.with_weights(config, weights)
+  config = load.laid_out(config, layout, shardings)
+  config, layout = dataclasses.replace(config, num_output_tokens=num_output_tokens), config.layout
   leaves, tree = jax.tree.flatten_with_path(param_shapes(config))
   places = jax.tree.leaves(make_shardings(shardings, config)) if shardings else [None] * len(leaves)
 
@@ -161,13 +151,13 @@ def random_model(
     elif len(shape) == 1:
       array = jnp.ones(shape, dtype)
     else:
-      depth = shape[-1 if config.kernels == "gpu" and gpu.is_transposed(shape, weights) else -2]
+      depth = shape[-1 if layout.transposes(shape) else -2]
       array = jax.random.normal(key, shape, dtype) * depth**-0.5
     return array if place is None else jax.lax.with_sharding_constraint(array, place)
 
   keys = jax.random.split(jax.random.key(0), len(leaves))
   arrays = [
-    random_array(key, leaf.shape, place, param_dtype(path, leaf, config))
+    random_array(key, leaf.shape, place, layout.param_dtype(path[-1].key, leaf.dtype))
     for key, (path, leaf), place in zip(keys, leaves, places)
   ]
   params = jax.tree.unflatten(tree, arrays)
@@ -175,7 +165,7 @@ def random_model(
   def special(path, array):
     if path[-1].key == "kernel_scale":
       # The standard deviation of integers up to 127 is 73, and up to 7 it is 4.3.
-      std = {"int8": 73, "int4": 4.3}[config.weights]
+      std = {"int8": 73, "int4": 4.3}[layout.weights]
       return jnp.full_like(array, config.emb_dim**-0.5 / std)
     if path[-1].key == "output_tokens":
       return jnp.arange(len(array), dtype=jnp.int32)
@@ -187,5 +177,5 @@ def random_model(
 def random_speculator(target: Loaded, head: Callable[[Config], DraftHead] = new_head) -> DraftSpec:
   """Return a draft head with random weights for `random_pair`; it is as fast as a trained one."""
   new = head(load.require_config(target))
-  params = jax.tree.map(lambda x: x.astype(new.dtype), new.init(jax.random.key(0)))
+  params = jax.tree.map(lambda x: x.astype(new.layout.dtype), new.init(jax.random.key(0)))
   return load.head_factory(f"random {new.kind}", new, params, target)

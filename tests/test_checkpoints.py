@@ -54,7 +54,7 @@ def test_parameters_are_read_back(tmp_path, saved, dtype):
   """They are stored in their own dtype, or rounded to the dtype that is asked for."""
   save_model(str(tmp_path), CONFIG, PARAMS, dtype=saved)
   config, params = load_model(str(tmp_path), dtype)
-  assert config == dataclasses.replace(CONFIG, dtype=jnp.dtype(dtype))
+  assert config == CONFIG.with_layout(dtype=jnp.dtype(dtype))
   want = jax.tree.map(lambda x: x.astype(saved or x.dtype).astype(dtype), PARAMS)
   jax.tree.map(np.testing.assert_array_equal, params, want)
   assert all(x.dtype == jnp.dtype(dtype) for x in jax.tree.leaves(params))

@@ -299,7 +299,7 @@ def traced_peak(load):
 @pytest.mark.parametrize("format", ["t5x zarr", "t5x msgpack", "orbax", "hf", "own"])
 def test_no_file_is_read_into_memory_as_a_whole(tmp_path, format, fused):
   path = str(FORMATS[format](tmp_path / "wide", WIDE, params(WIDE)))
-  config = dataclasses.replace(WIDE, fused=fused)
+  config = WIDE.with_layout(fused=fused)
   param_shapes(WIDE), param_shapes(config)
   assert traced_peak(lambda: load_params(path, config)) < 1.5
 

@@ -146,9 +146,7 @@ def test_config_and_parameters_are_read(tmp_path, prefix, num_files):
   assert_same(load_params(path, CONFIG), tree)
   fused, laid_out = for_decoding(CONFIG, jax.tree.map(jnp.asarray, tree))
   assert_same(load_params(path, fused), laid_out)
-  assert_same(
-    load_params(path, dataclasses.replace(fused, kernels="skinny")), tiny.packed(laid_out)
-  )
+  assert_same(load_params(path, fused.with_layout(kernels="skinny")), tiny.packed(laid_out))
 
 
 @pytest.mark.parametrize("head_dim", [4, 2], ids=["an exact root", "no exact root"])
@@ -156,9 +154,9 @@ def test_stored_bfloat16_weights_stay_in_bfloat16_for_the_kernels(tmp_path, head
   config = dataclasses.replace(CONFIG, head_dim=head_dim, num_heads=16 // head_dim)
   tree = jax.tree.map(lambda x: x.astype(jnp.bfloat16), params(config))
   path = write(tmp_path, tensors(tree), n_head=config.num_heads)
-  config = dataclasses.replace(config, fused=True, tied_logits=False, kernels="skinny")
+  config = dataclasses.replace(config.with_layout(fused=True, kernels="skinny"), tied_logits=False)
   checkpoint = open_checkpoint(path)
-  halved = flat(checkpoint.load(config, stored_weights=True))
+  halved = flat(checkpoint.load(config.with_layout(weights="stored")))
   widened = flat(checkpoint.load(config))
   for name, array in halved.items():
     is_rounded = "query_key_value" in name and head_dim == 2
@@ -483,7 +481,7 @@ def test_logits_equal_those_of_pytorch(tmp_path, how):
   assert np.std(want) > 0.3
   for fused in (False, True):
     if fused:
-      config = dataclasses.replace(config, fused=True, tied_logits=False)
+      config = dataclasses.replace(config.with_layout(fused=True), tied_logits=False)
     got = jax.jit(module_of(config).apply)(
       {"params": load_params(str(tmp_path), config)}, inputs, inputs
     )

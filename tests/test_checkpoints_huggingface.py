@@ -71,7 +71,7 @@ def assert_same_logits(model, folder):
   assert np.std(want) > 0.2
   for fused in (False, True):
     if fused:
-      config = dataclasses.replace(config, fused=True, tied_logits=False)
+      config = dataclasses.replace(config.with_layout(fused=True), tied_logits=False)
     params = load_params(str(folder), config)
     got = jax.jit(T5(config).apply)({"params": params}, source, inputs)
     np.testing.assert_allclose(got, want, atol=1e-4, rtol=0)

@@ -70,7 +70,7 @@ def test_logits_equal_those_of_t5x(written, format, fused):
   assert num_files == 1 if format == "msgpack" else num_files > 50
   config = open_checkpoint(str(path)).config
   if fused:
-    config = dataclasses.replace(config, fused=True, tied_logits=False)
+    config = dataclasses.replace(config.with_layout(fused=True), tied_logits=False)
   params = load_params(str(path), config)
   got = jax.jit(T5(config).apply)({"params": params}, source, inputs)
   assert got.dtype == jnp.float32 and np.std(want) > 0.1

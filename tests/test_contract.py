@@ -105,8 +105,8 @@ def gpt() -> Models:
 def quantized(weights: str) -> Models:
   """Return the T5 models with such weights, and a draft that can propose four of the tokens."""
   tokens = np.array([1, 2, 3, 5], np.int32)
-  target = dataclasses.replace(T5_CONFIG, weights=weights)
-  draft = dataclasses.replace(T5_DRAFT, weights=weights, num_output_tokens=len(tokens))
+  target = T5_CONFIG.with_layout(weights=weights)
+  draft = dataclasses.replace(T5_DRAFT.with_layout(weights=weights), num_output_tokens=len(tokens))
   params, draft_params = target_and_draft()
   return t5()._replace(
     target=T5Model(target),
@@ -481,8 +481,10 @@ def test_greedy_output_equals_autoregressive_decoding(case):
 def with_positions(models: Models, count: int) -> Models:
   """Return the models with a target that has the first `count` of 64 learned positions."""
   config = dataclasses.replace(models.target.config, num_positions=64)
-  params = tiny.params(dataclasses.replace(config, weights="float"), 2, peak=0.9)
-  params = params if config.weights == "float" else tiny.quantized(params, config.weights)
+  params = tiny.params(config.with_layout(weights="float"), 2, peak=0.9)
+  params = (
+    params if config.layout.weights == "float" else tiny.quantized(params, config.layout.weights)
+  )
   params = jax.tree_util.tree_map_with_path(
     lambda path, x: x[:count] if path[-1].key == "positions" else x, params
   )

@@ -550,7 +550,7 @@ def test_wrong_position_of_node_3_is_not_rounding(monkeypatch):
 def test_rounding_bound_depends_on_the_dtype():
   def share(pair, **changes):
     model = pair.target.model
-    config = dataclasses.replace(model.config, **changes)
+    config = model.config.with_layout(**changes)
     return share_of(tiny_pair.changed(pair, model=dataclasses.replace(model, config=config)))
 
   pair = tiny_pair.pair()

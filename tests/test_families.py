@@ -68,7 +68,9 @@ def test_logits_equal_those_of_transformers_with_padding_and_rollback(model, nam
   config = open_checkpoint(folder).config
   source, inputs = families.sources(config, 0, BATCH, 20), texts(config, 1)
   want = their_logits(of, config, source, inputs)
-  config = dataclasses.replace(config, fused=fused, tied_logits=config.tied_logits and not fused)
+  config = dataclasses.replace(
+    config.with_layout(fused=fused), tied_logits=config.tied_logits and not fused
+  )
   ours, params = model_of(config), load_params(folder, config)
   extend = jax.jit(ours.extend)
   cache, start = jax.jit(ours.prefill, static_argnums=2)(params, source, 32)[1], 0
@@ -105,7 +107,7 @@ def test_greedy_outputs_equal_those_of_transformers(model, name):
     attention_mask=torch.tensor(source != config.pad_id).long(),
     generation_config=settings,
   ).numpy()[:, 1:]
-  config = dataclasses.replace(config, fused=True, tied_logits=False)
+  config = dataclasses.replace(config.with_layout(fused=True), tied_logits=False)
   ours, params = model_of(config), load_params(folder, config)
   draft = ModelDraft(ours, GREEDY, branching(2, 1))
   got = tiny.speculative_decode(

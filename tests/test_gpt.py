@@ -4,7 +4,6 @@ The reference for the arithmetic is the decoder in numpy below, in float64. The 
 prompts is a list of the prompt's tokens followed by the text.
 """
 
-import dataclasses
 import functools
 
 import jax
@@ -24,6 +23,7 @@ from specdec_jax.drafts.model import ModelDraft
 from specdec_jax.models.families import for_decoding
 from specdec_jax.models.gpt import GPTModel
 from specdec_jax.models.kernels import skinny
+from specdec_jax.models.layout import Layout
 
 pytestmark = pytest.mark.slow
 
@@ -32,7 +32,7 @@ VARIANTS = {
   "gpt_like": tiny.gpt_config(V, emb_dim=32, head_dim=12),
   "gpt2": tiny.gpt_config(V, tied_logits=True, eos_id=V - 1, start_id=None),
   "lamda": tiny.gpt_config(V, gated=True, biases=False, num_positions=None),
-  "bfloat16": tiny.gpt_config(V, layers=1, dtype=jnp.bfloat16),
+  "bfloat16": tiny.gpt_config(V, layers=1, layout=Layout(dtype=jnp.bfloat16)),
 }
 # As in test_t5: float32 sums in another order, or bfloat16.
 TOLERANCE = {jnp.float32: dict(rtol=1e-5, atol=2e-5), jnp.bfloat16: dict(rtol=0.05, atol=0.25)}
@@ -61,7 +61,7 @@ class Case:
 
   def __init__(self, cfg):
     self.params, self.prompt = tiny.params(cfg, 0), jnp.asarray(tiny.prompts(cfg, 0, LENGTHS))
-    self.model, self.tolerance = GPTModel(cfg), TOLERANCE[cfg.dtype]
+    self.model, self.tolerance = GPTModel(cfg), TOLERANCE[cfg.layout.dtype]
     rows, new = begun(cfg, self.prompt), np.random.default_rng(1).integers(0, V, (4, SLOTS))
     self.tokens = np.array([[*row, *more][:24] for row, more in zip(rows, new)], np.int32)
     self.begins = np.array([len(row) for row in rows])
@@ -155,12 +155,12 @@ def test_decoding_layout_does_not_change_logits(variant):
   cfg, of = VARIANTS[variant], case(variant)
   fused, params = for_decoding(cfg, of.params)
   layouts = [(fused, params)]
-  layouts.append((dataclasses.replace(fused, kernels="gpu"), tiny.transposed(params)))
+  layouts.append((fused.with_layout(kernels="gpu"), tiny.transposed(params)))
   if skinny.is_available():
-    layouts.append((dataclasses.replace(fused, kernels="skinny"), tiny.packed(params)))
+    layouts.append((fused.with_layout(kernels="skinny"), tiny.packed(params)))
   block = jnp.asarray(take(of.tokens, of.begins - 1, 5))
   for config, weights in layouts:
-    assert config.fused and "logits_dense" in weights["decoder"]
+    assert config.layout.fused and "logits_dense" in weights["decoder"]
     model = GPTModel(config)
 
     def read(params, model=model):

@@ -1,6 +1,5 @@
 """Test models with int8 and int4 weights, and drafts that propose only some tokens."""
 
-import dataclasses
 import functools
 
 import jax
@@ -117,7 +116,7 @@ def test_outputs_are_those_of_the_quantized_target(weights, draft_weights):
 
 
 def test_scales_are_sharded_like_the_columns_of_their_matrices():
-  config = dataclasses.replace(load().config, weights="int8", fused=False, kernels="xla")
+  config = load().config.with_layout(weights="int8", fused=False, kernels="xla")
   shardings = param_shardings(param_shapes(config), make_mesh())
   attention = shardings["decoder"]["layers_0"]["self_attention"]
   for name in ("query", "out"):

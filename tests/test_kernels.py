@@ -20,6 +20,7 @@ from specdec_jax.core.trees import Tree
 from specdec_jax.models.families import for_decoding
 from specdec_jax.models.kernels import gpu, skinny
 from specdec_jax.models.layers import MASKED, grouped_matmul
+from specdec_jax.models.layout import Layout
 from specdec_jax.models.quantization import quantize
 from specdec_jax.models.t5 import T5Model
 
@@ -387,7 +388,7 @@ def test_model_with_the_kernels_has_the_logits_of_xla(vocab_size):
   tokens = jnp.asarray([[0, 5, 7, 9, 11]])
 
   def logits(kernels, params):
-    model = T5Model(dataclasses.replace(config, kernels=kernels))
+    model = T5Model(config.with_layout(kernels=kernels))
     _, cache = model.prefill(params, jnp.asarray([[3, 4, 5, 1]]), 8)
     return model.extend(params, cache, tokens)[0]
 
@@ -403,9 +404,9 @@ def test_model_with_the_kernels_has_the_logits_of_xla(vocab_size):
   ],
 )
 def test_token_has_bit_identical_logits_alone_in_a_block_and_in_a_tree(dtype):
-  config = tiny.config(27, dtype=jnp.dtype(dtype))
+  config = tiny.config(27, layout=Layout(dtype=jnp.dtype(dtype)))
   config, params = for_decoding(config, tiny.params(config, 0))
-  config = dataclasses.replace(config, kernels="skinny")
+  config = config.with_layout(kernels="skinny")
   model, params = T5Model(config), tiny.packed(params, pairs=dtype == "bfloat16")
   params = jax.tree.map(lambda x: x.astype(dtype), params)
   prompt, tokens = jnp.asarray([[3, 4, 5, 1]]), jnp.asarray([[0, 5, 7, 9, 11]])
@@ -429,9 +430,9 @@ def test_weights_stored_as_bfloat16_can_stay_in_bfloat16(tmp_path, tied):
   config = tiny.config(tied_logits=tied)
   save_model(str(tmp_path), config, tiny.params(config, 0), dtype=jnp.bfloat16)
   stored = open_checkpoint(str(tmp_path))
-  fused = dataclasses.replace(config, fused=True, tied_logits=False)
-  skinny_config = dataclasses.replace(fused, kernels="skinny")
-  params = stored.load(skinny_config, stored_weights=True)
+  fused = dataclasses.replace(config.with_layout(fused=True), tied_logits=False)
+  skinny_config = fused.with_layout(kernels="skinny")
+  params = stored.load(skinny_config.with_layout(weights="stored"))
   for path, value in jax.tree_util.tree_leaves_with_path(params):
     dtype = jnp.bfloat16 if path[-1].key == "kernel" else jnp.float32
     assert value.dtype == dtype, path

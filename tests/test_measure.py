@@ -400,7 +400,7 @@ def pair_of(target_layers, draft_layers, kernels="xla"):
     cfg = tiny.config(vocab_size=512, layers=layers, emb_dim=128, mlp_dim=256)
     cfg, params = for_decoding(cfg, tiny_pair.random_params(cfg, 0))
     params = params if kernels == "xla" else tiny.packed(params)
-    models += [T5Model(dataclasses.replace(cfg, kernels=kernels)), params]
+    models += [T5Model(cfg.with_layout(kernels=kernels)), params]
   target, target_params, model, draft_params = models
   return tiny_pair.changed(
     tiny_pair.pair(),

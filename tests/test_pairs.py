@@ -66,7 +66,7 @@ def test_load_pair():
     assert pair.dtype == dtype
     target = dict(pair.target.params)
     table = target.pop("token_embedder")["embedding"]
-    assert table.dtype == pair.target.model.config.activations
+    assert table.dtype == pair.layout.activations
     assert {leaf.dtype for leaf in jax.tree.leaves(target)} == {jnp.dtype(dtype)}
     # With kernels, matrices of a draft are int8 in bfloat16, and otherwise remain as stored.
     kernel = pair.draft.params["decoder"]["layers_0"]["mlp"]["wo"]["kernel"]
@@ -493,7 +493,7 @@ def test_for_decoding_preserves_logits_and_its_input(tied, gated):
 
   assert jax.tree.structure(params) == jax.tree.structure(before)
   jax.tree.map(np.testing.assert_array_equal, params, before)
-  assert not cfg.fused and cfg.tied_logits == tied
+  assert not cfg.layout.fused and cfg.tied_logits == tied
 
   source, inputs = tiny.sources(cfg, 0, 3), tiny.sources(cfg, 1, 3)
   want = tiny.teacher_forced(cfg)(params, source, inputs)
@@ -506,7 +506,7 @@ def test_for_decoding_is_idempotent():
   cfg = tiny.config(layers=1)
   once = for_decoding(cfg, tiny_pair.random_params(cfg, 0))
   again = for_decoding(*once)
-  assert again[0] == once[0] == dataclasses.replace(cfg, fused=True)
+  assert again[0] == once[0] == cfg.with_layout(fused=True)
   assert again[1] is once[1]
 
 

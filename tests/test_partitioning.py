@@ -230,7 +230,7 @@ def test_state_is_sharded_by_rows_and_cached_keys_by_heads(tree):
 @pytest.mark.parametrize("weights", ["int8", "int4"])
 @pytest.mark.parametrize("options", [tiny.T5GEMMA, tiny.BART, {}], ids=["t5gemma", "bart", "t5"])
 def test_scales_of_families_are_sharded_like_columns(options, weights):
-  config = tiny.config(weights=weights, **options)
+  config = tiny.config(**options).with_layout(weights=weights)
   sharding = specs(param_shardings(shapes(config), MESH, config=config))
   scales = [name for name in sharding if name.endswith("kernel_scale")]
   assert scales

@@ -21,6 +21,7 @@ from specdec_jax.models.config import T5Config
 from specdec_jax.models.families import for_decoding, init_params
 from specdec_jax.models.kernels import gpu as kernels
 from specdec_jax.models.layers import RelativePositionBias
+from specdec_jax.models.layout import Layout
 from specdec_jax.models.sizes import t5_config
 from specdec_jax.models.t5 import T5Model
 
@@ -79,7 +80,7 @@ class Cached:
 @functools.cache
 def setting(dtype):
   """Return model, source, tokens, teacher-forced logits and tolerance in one dtype."""
-  cfg = tiny.config(vocab_size=24, emb_dim=32, head_dim=12, dtype=dtype)
+  cfg = tiny.config(vocab_size=24, emb_dim=32, head_dim=12, layout=Layout(dtype=dtype))
   params, source, tokens = tiny.params(cfg, 0), tiny.sources(cfg, 0, 4), text(cfg)
   logits = np.asarray(tiny.teacher_forced(cfg)(params, source, tokens))
   assert logits.dtype == np.float32 and logits.shape == (4, LENGTH, 24)
@@ -342,8 +343,10 @@ def test_kernels_for_gpus_change_logits_by_rounding_only(variant, weights, reduc
   monkeypatch.setattr(kernels, "REDUCED", reduced)
   fused, params = for_decoding(VARIANTS[variant], tiny.params(VARIANTS[variant], 0))
   params = params if weights == "float" else tiny.quantized(params, weights)
-  fused = dataclasses.replace(fused, weights=weights, dropout_rate=reduced / 1e8)  # traced anew
-  gpu = dataclasses.replace(fused, kernels="gpu")
+  fused = dataclasses.replace(
+    fused.with_layout(weights=weights), dropout_rate=reduced / 1e8
+  )  # traced anew
+  gpu = fused.with_layout(kernels="gpu")
   models = Cached(fused, params), Cached(gpu, tiny.transposed(params))
   tree = TREES["uneven"]
   path = np.flatnonzero(tree.ancestors[-1])[1:]
@@ -601,7 +604,7 @@ def test_parameters_have_the_names_of_t5x():
 
 @pytest.mark.slow
 def test_initial_parameters_are_float32_for_any_dtype_of_activations():
-  params = init_params(tiny.config(dtype=jnp.bfloat16), jax.random.key(0))
+  params = init_params(tiny.config(layout=Layout(dtype=jnp.bfloat16)), jax.random.key(0))
   assert {x.dtype for x in jax.tree.leaves(params)} == {jnp.dtype("float32")}
 
 

@@ -46,7 +46,7 @@ from specdec_jax.drafts.heads import AnyConfig, DraftHead, new_head
 from specdec_jax.measure.machine import commit
 from specdec_jax.measure.tables import Table, number_text, render
 from specdec_jax.models.families import init_params
-from specdec_jax.models.quantization import param_dtype
+from specdec_jax.models.layout import Layout
 from specdec_jax.models.sizes import t5_config
 from specdec_jax.registry import HEADS
 
@@ -117,12 +117,12 @@ FORMATS = _WEIGHTS["int8"] + _WEIGHTS["int4"]
 
 
 def compiled_kernels(setting: Setting, config_kernels: str = "gpu") -> Kernels:
-  """Return the kernels of a program, compiled for an H100; `TransformerConfig.kernels` is given."""
+  """Return the kernels of a program, compiled for an H100; `Layout.kernels` is given."""
   _, devices = compiler.described(TOPOLOGY)
-  target = dataclasses.replace(_t5(TARGET, setting), kernels=config_kernels)
+  target = _t5(TARGET, setting).with_layout(kernels=config_kernels)
   draft = _draft(setting, target)
   if not isinstance(draft, DraftHead):
-    draft = dataclasses.replace(draft, kernels=config_kernels)
+    draft = draft.with_layout(kernels=config_kernels)
   tree: int | AnyTree = setting.gamma
   if setting.nodes:
     dynamic = DynamicTree(setting.nodes - 1, setting.gamma)
@@ -369,7 +369,8 @@ def _parameter_bytes(size: str, dtype: str, weights: str) -> int:
     shallow = dataclasses.replace(config, **layers)
     shapes = jax.eval_shape(functools.partial(init_params, shallow), jax.random.key(0))
     leaves = jax.tree.leaves_with_path(shapes)
-    return sum(memory.num_bytes(x.update(dtype=param_dtype(path, x, config))) for path, x in leaves)
+    dtypes = (config.layout.param_dtype(path[-1].key, x.dtype) for path, x in leaves)
+    return sum(memory.num_bytes(x.update(dtype=t)) for t, (_, x) in zip(dtypes, leaves))
 
   one, two = num_bytes(1), num_bytes(2)
   return one + (config.num_decoder_layers - 1) * (two - one)  # of each part; all layers are equal
@@ -468,9 +469,7 @@ def _t5(size: str, setting: Setting) -> Any:
   """Return the configuration of a T5 1.1, laid out as it is loaded for decoding."""
   return t5_config(
     size,
-    dtype=jnp.dtype(setting.dtype),
-    weights=setting.weights,
-    fused=True,
+    layout=Layout(dtype=jnp.dtype(setting.dtype), weights=setting.weights, fused=True),
     tied_logits=False,
   )
 

@@ -27,7 +27,7 @@ from specdec_jax.core.counts import num_rounds, num_tokens
 from specdec_jax.core.decode import Decoder, DecodeSettings
 from specdec_jax.core.sampling import Sampling, row_keys
 from specdec_jax.core.trees import chain, require_chain
-from specdec_jax.core.types import DecodeResult, Outcome, Params, Proposal, WrappedDraft
+from specdec_jax.core.types import DecodeResult, Keys, Outcome, Params, Proposal, WrappedDraft
 from specdec_jax.data.text import read_lines
 from specdec_jax.drafts.heads.base import Source
 from specdec_jax.drafts.heads.stateless import SpeculatorDraft, source_of
@@ -392,7 +392,7 @@ class OnlineDraft(WrappedDraft):
 
   def __post_init__(self):
     require_chain("a draft that learns", self.draft.tree)
-    if self.draft.head.kernels != "xla":
+    if self.draft.head.layout.kernels != "xla":
       raise InputError(
         "A draft that learns needs kernels='xla', since `kernels.skinny` has no gradient."
       )
@@ -448,7 +448,7 @@ def decode_and_learn(
   decoder: Decoder,
   params: Params,
   prompt: Int[Array, "B P"],
-  rng: Key[Array, " B"],
+  rng: Keys,
   *,
   max_new_tokens: int,
 ) -> tuple[DecodeResult, LearnedState]:

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from specdec_jax.beams import BeamSearcher
-from specdec_jax.checkpoints.checkpoint import LoadedWeights, param_shapes
+from specdec_jax.checkpoints.checkpoint import param_shapes
 from specdec_jax.checkpoints.load import open_checkpoint
 from specdec_jax.checkpoints.save import save_huggingface
 from specdec_jax.core.sampling import Sampling
@@ -28,13 +28,14 @@ from specdec_jax.errors import InputError
 from specdec_jax.load import EMBEDDED, checkpoint_draft, is_bundled, load_pair
 from specdec_jax.measure.speed import own_baseline
 from specdec_jax.models.config import T5Config
+from specdec_jax.models.layout import Weights
 from specdec_jax.models.simulated import SimulatedModel
 from specdec_jax.models.sizes import t5_config, version_name
 from specdec_jax.pair import Pair
 
 # Dtype of this package's arithmetic, and how it keeps the weights of the target and of the draft in
 # memory; see `load.load_pair`, also for the default of the last one.
-Precision = tuple[str, LoadedWeights] | tuple[str, LoadedWeights, LoadedWeights]
+Precision = tuple[str, Weights] | tuple[str, Weights, Weights]
 PRECISIONS: Sequence[Precision] = (("float32", "float"), ("float32", "stored"))
 
 # Function of (prompt [1, P], rng [1], *, max_new_tokens, sampling), as in this package.
@@ -274,7 +275,7 @@ def random(
 def _load_pairs(
   precisions: Sequence[Precision],
   target: str,
-  draft: str | Callable[[str, LoadedWeights | None], LoadsDraft],
+  draft: str | Callable[[str, Weights | None], LoadsDraft],
   vocabulary: str,
   task: str | None,
   extra_ids: int | Literal["auto"],
@@ -282,7 +283,7 @@ def _load_pairs(
   """Load a pair in each precision. Of two pairs with the same weights, only the first is kept."""
   pairs: dict[tuple[str, str, str], Pair] = {}
   for dtype, weights, *rest in precisions:
-    default: LoadedWeights | None = weights if weights in ("int8", "int4") else None
+    default: Weights | None = weights if weights in ("int8", "int4") else None
     draft_weights = rest[0] if rest else default
     pair = load_pair(
       target,
@@ -299,7 +300,7 @@ def _load_pairs(
 
 
 def _random_draft(
-  folder: str, num_output_tokens: int | None, dtype: str, weights: LoadedWeights | None
+  folder: str, num_output_tokens: int | None, dtype: str, weights: Weights | None
 ) -> LoadsDraft:
   """Return a function that loads a draft; its logits cover the first tokens of the vocabulary."""
 

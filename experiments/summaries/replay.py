@@ -22,8 +22,8 @@ from specdec_jax.core.trees import AnyTree, NodeLayout, chain, place_chain
 from specdec_jax.core.types import WrappedModel
 from specdec_jax.data.vocabulary import padded
 from specdec_jax.errors import InputError
-from specdec_jax.models.config import named_dtype
 from specdec_jax.models.families import model_of
+from specdec_jax.models.layout import for_device
 from specdec_jax.models.simulated import CERTAIN
 from specdec_jax.models.sizes import version_name
 from specdec_jax.pair import Pair
@@ -150,7 +150,7 @@ def replayed_pair(
     for i in range(len(texts))
   ]
   version = version_name(version)
-  config, params = random_model(size, version, named_dtype(dtype), pair.vocabulary, None, kernels)
+  config, params = random_model(size, version, for_device(dtype, kernels), pair.vocabulary)
   rows = jnp.asarray(padded([row.tolist() for row in outputs], max_new_tokens))
   replayed = pair.with_target(
     model=ReplayModel(model_of(config), len(pair.vocabulary)),

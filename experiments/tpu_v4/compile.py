@@ -40,7 +40,6 @@ from specdec_jax.models.partitioning import (
   param_shardings,
   state_shardings,
 )
-from specdec_jax.models.quantization import param_dtype
 
 Programs = dict[str, Callable[[], Lowered]]  # name -> function that lowers the program
 
@@ -183,7 +182,7 @@ class Site:
     shardings = param_shardings(shapes, self.mesh, rules, config)
 
     def array(path, x, sharding):
-      dtype = param_dtype(path, x, config)
+      dtype = config.layout.param_dtype(path[-1].key, x.dtype)
       return self.array(x.shape, dtype, sharding)
 
     return jax.tree_util.tree_map_with_path(array, shapes, shardings)

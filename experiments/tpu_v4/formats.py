@@ -13,6 +13,7 @@ import jax.numpy as jnp
 
 from experiments.tpu_v4 import compile as compiler
 from specdec_jax.measure.machine import commit
+from specdec_jax.models.layout import Layout
 from specdec_jax.models.sizes import t5_config
 
 LAYERS = 24
@@ -20,8 +21,10 @@ LAYERS = 24
 
 def main() -> None:
   _, devices = compiler.described("v4:1x1x1")
-  options = dict(dtype=jnp.bfloat16, fused=True, tied_logits=False)
-  draft = t5_config("small", num_encoder_layers=1, num_decoder_layers=1, **options)
+  layout = Layout(dtype=jnp.bfloat16, fused=True)
+  draft = t5_config(
+    "small", num_encoder_layers=1, num_decoder_layers=1, layout=layout, tied_logits=False
+  )
   settings = compiler.CompileSettings(gamma=7)
   origin = {"commit": commit(), "date": time.strftime("%Y-%m-%d", time.gmtime())}
   origin |= {name: importlib.metadata.version(name) for name in ("jax", "libtpu")}
@@ -30,7 +33,8 @@ def main() -> None:
       sizes = []
       for layers in (1, 2):
         of_layers = dict(num_encoder_layers=layers, num_decoder_layers=layers)
-        target = t5_config("xxl", weights=weights, **of_layers, **options)
+        target = t5_config("xxl", layout=layout, tied_logits=False, **of_layers)
+        target = target.with_layout(weights=weights)
         lowered = compiler.programs(target, draft, devices, settings)[program]()
         compiled = lowered.compile(compiler_options=compiler.HBM_ONLY)
         arguments = compiled.memory_analysis().argument_size_in_bytes

@@ -28,7 +28,7 @@ from specdec_jax.drafts.heads import AnyConfig, DraftHead, new_head
 from specdec_jax.errors import InputError
 from specdec_jax.measure.machine import commit
 from specdec_jax.measure.tables import render
-from specdec_jax.models.config import Weights, named_dtype
+from specdec_jax.models.layout import Layout, Weights, named_dtype
 from specdec_jax.models.partitioning import REPLICATED, RULES
 from specdec_jax.models.sizes import named_config
 from specdec_jax.registry import HEADS
@@ -114,10 +114,13 @@ def main() -> None:
   parser.add_argument("--format", default="terminal", help="terminal (default), markdown or csv")
   parser.add_argument("--output", help="file for the report as JSON")
   args = parser.parse_args()
-  options: dict[str, Any] = dict(dtype=named_dtype(args.dtype), weights=args.weights)
+  layout = Layout(dtype=named_dtype(args.dtype), weights=args.weights)
   is_gpu = args.topology.split(":")[0] in tpu_compile.GPUS
+  options: dict[str, Any] = {}
   if args.fused:
-    options |= dict(fused=True, tied_logits=False, kernels="gpu" if is_gpu else "xla")
+    layout = dataclasses.replace(layout, fused=True, kernels="gpu" if is_gpu else "xla")
+    options |= dict(tied_logits=False)
+  options |= dict(layout=layout)
   target = named_config(args.version, args.target, **options)
   draft: AnyConfig
   if args.draft in HEADS:
@@ -131,7 +134,8 @@ def main() -> None:
     )
   else:
     draft = named_config(args.version, args.draft, **options)
-  draft = dataclasses.replace(draft, weights=args.weights, num_output_tokens=args.output_tokens)
+  draft = draft.with_layout(weights=args.weights)
+  draft = dataclasses.replace(draft, num_output_tokens=args.output_tokens)
   chip, devices = tpu_compile.described(args.topology)
   gamma: int | AnyTree = args.gamma
   if args.dynamic:

@@ -23,6 +23,7 @@ from specdec_jax import theory
 from specdec_jax.core.sampling import Sampling
 from specdec_jax.measure.machine import commit
 from specdec_jax.measure.tables import Table, render
+from specdec_jax.models.layout import Layout
 from specdec_jax.models.sizes import t5_config
 
 # The paper does not give lengths. T5 processes the first 512 pieces of an article, and 128 pieces
@@ -80,9 +81,10 @@ def compile_missing(rows: Sequence[PaperRow], path: pathlib.Path) -> list[Compil
         max_new_tokens=MAX_NEW_TOKENS,
         sampling=Sampling(row["temperature"]),
       )
+      layout = Layout(dtype=jnp.bfloat16)
       programs = tpu_compile.programs(
-        t5_config("xxl", dtype=jnp.bfloat16),
-        t5_config(row["m_q"].removeprefix("T5-"), dtype=jnp.bfloat16),
+        t5_config("xxl", layout=layout),
+        t5_config(row["m_q"].removeprefix("T5-"), layout=layout),
         devices,
         settings,
       )

@@ -22,11 +22,7 @@ from specdec_jax.data.vocabulary import ModelTokens, Vocabulary
 from specdec_jax.drafts.heads import AnyConfig, init_params
 from specdec_jax.errors import InputError
 from specdec_jax.models.families import for_decoding
-from specdec_jax.models.kernels import gpu, skinny
-from specdec_jax.models.quantization import column_scales, num_groups, param_dtype, quantize
 
-# How weights are loaded; see `load.load_pair`.
-LoadedWeights = Literal["float", "stored", "int8", "int4"]
 # A tree of `Sharding` with the structure of the parameters, or a function that returns it, given
 # their shapes and, if it has a parameter `config`, the configuration of the model.
 Shardings = Any
@@ -110,23 +106,19 @@ class Checkpoint:
     config: AnyConfig,
     dtype: Any = None,
     shardings: Shardings = None,
-    stored_weights: bool = False,
     other_arrays: Any = (),
     output_tokens: Sequence[int] | None = None,
   ) -> Any:
-    """Return the parameters of the model, in `config.dtype` by default.
+    """Return the parameters of the model, by default in the dtype of its layout.
 
     Arrays are read one at a time. Before, InputError is raised if they do not fit config or memory.
 
     Args:
       config: config of the model to load; see `load.load_params`, also for `shardings`.
-      stored_weights: whether matrices that are stored in bfloat16 stay in bfloat16 if
-        `config.kernels` is 'skinny'. They then take half the bytes; matmuls convert them and give
-        the same result. Such matrices cannot be sharded, so `shardings` must be None.
       other_arrays: arrays that must fit in memory too, such as the target's for a draft.
       output_tokens: the tokens that have logits if `config.num_output_tokens` is set.
     """
-    config = config if dtype is None else dataclasses.replace(config, dtype=dtype)
+    config = config if dtype is None else config.with_layout(dtype=dtype)
     if callable(shardings):
       shardings = make_shardings(shardings, config)
     places = traverse_util.flatten_dict(shardings or {}, sep="/")
@@ -136,12 +128,9 @@ class Checkpoint:
       arrays |= _arrays(config, name, leaves, tokens)
     if tokens is not None and not any(name.endswith("/output_tokens") for name in arrays):
       raise InputError(f"{self.path} has no logits of its own, so it can propose any token.")
-    stays = stored_weights and config.kernels == "skinny"
 
     def struct(name: str, array: _Array) -> jax.ShapeDtypeStruct:
-      *_, kind = name.split("/")
-      dtype = param_dtype((jax.tree_util.DictKey(kind),), array, config)
-      dtype = array.dtype if stays and kind == "kernel" and array.dtype == jnp.bfloat16 else dtype
+      dtype = config.layout.param_dtype(name.rpartition("/")[2], array.dtype)
       return jax.ShapeDtypeStruct(array.shape, dtype, sharding=places.get(name))
 
     structs = {name: struct(name, array) for name, array in arrays.items()}
@@ -155,11 +144,13 @@ class Checkpoint:
 
   def _leaves(self, config: AnyConfig) -> dict[str, list[Leaf]]:
     """Return, for each parameter of a model, what is concatenated along its last axis."""
-    as_stored: dict[str, Any] = dict(kernels="xla", weights="float", num_output_tokens=None)
-    fuse = config.fused and not self.config.fused
+    as_stored: dict[str, Any] = dict(num_output_tokens=None)
+    fuse = config.layout.fused and not self.config.layout.fused
     if fuse:
-      as_stored |= dict(fused=False, tied_logits=self.config.tied_logits)
-    stored_config = dataclasses.replace(config, **as_stored)
+      as_stored |= dict(tied_logits=self.config.tied_logits)
+    stored_config = dataclasses.replace(config, **as_stored).with_layout(
+      kernels="xla", weights="float", fused=config.layout.fused and not fuse
+    )
     self.require_shapes(param_shapes(stored_config))
     leaves = dict(self.arrays)
     if fuse and stored_config.tied_logits:  # as in `for_decoding`
@@ -206,44 +197,25 @@ def _arrays(
   """Return the arrays of a parameter: itself, or its panels, integers, scales and tokens."""
   path, _, kind = name.rpartition("/")
   columns = tokens if path.rpartition("/")[2] in _OUTPUTS else None
-  is_quantized, is_packed = config.weights != "float", config.kernels == "skinny"
-  shape, dtype = leaves[0].shape, leaves[0].dtype
-  stored_as_is = kind != "kernel" or (config.kernels == "xla" and not is_quantized)
-  if len(leaves) == 1 and columns is None and stored_as_is:
+  layout, shape, dtype = config.layout, leaves[0].shape, leaves[0].dtype
+  as_stored = kind != "kernel" or layout.kernels == "xla" and not layout.is_quantized
+  if len(leaves) == 1 and columns is None and as_stored:
     return {name: _Array(shape, dtype, leaves[0].read)}
   width = sum(leaf.shape[-1] for leaf in leaves) if columns is None else len(columns)
-  shape = (*shape[:-1], width)
   dtype = dtype if {leaf.dtype for leaf in leaves} == {dtype} else np.dtype(np.float32)
-  is_transposed = config.kernels == "gpu" and gpu.is_transposed(shape, config.weights)
-  num_scales = -(-width // skinny.PANEL) * skinny.PANEL if is_packed else width
 
   def whole() -> np.ndarray:
     values = np.concatenate([x.read() for x in leaves], -1) if leaves[1:] else leaves[0].read()
     return values if columns is None else values[..., columns]
 
-  def matrix() -> np.ndarray:
-    values = quantize(whole(), config.weights)[0] if is_quantized else whole()
-    if is_transposed:
-      return values.T
-    return skinny.pack(values, config.in_pairs) if is_packed else values
-
-  def scales() -> np.ndarray:
-    values = column_scales(whole(), config.weights)
-    if is_transposed:
-      return values.T
-    return np.pad(values, (0, num_scales - width), constant_values=1) if is_packed else values
-
   if kind != "kernel":
-    return {name: _Array(shape, dtype, lambda index: whole()[index])}
-  scale_shape = *num_groups(config.weights, shape[0]), num_scales
-  if is_packed:
-    shape = skinny.packed_shape(shape[0], width, config.in_pairs, is_quantized)
-  if is_transposed:
-    shape, scale_shape = (width, shape[0]), scale_shape[::-1]
-  dtype = jnp.dtype(config.weights) if is_quantized else dtype
-  arrays = {name: _Array(shape, dtype, lambda i: matrix()[i])}
-  if is_quantized:
-    arrays[f"{name}_scale"] = _Array(scale_shape, np.dtype(np.float32), lambda i: scales()[i])
+    return {name: _Array((*shape[:-1], width), dtype, lambda index: whole()[index])}
+  shape, shape_of_scales = layout.matrix_shapes(shape[0], width)
+  dtype = jnp.dtype(layout.weights) if layout.is_quantized else dtype
+  arrays = {name: _Array(shape, dtype, lambda i: layout.matrix(whole())[i])}
+  if layout.is_quantized:
+    of_scales = shape_of_scales, np.dtype(np.float32)
+    arrays[f"{name}_scale"] = _Array(*of_scales, lambda i: layout.scales(whole())[i])
   if columns is not None:
     arrays[f"{path}/output_tokens"] = _Array(columns.shape, columns.dtype, columns.__getitem__)
   return arrays

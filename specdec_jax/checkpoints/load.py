@@ -10,8 +10,8 @@ from specdec_jax.checkpoints.checkpoint import Checkpoint, Shardings
 from specdec_jax.checkpoints.formats import Leaf
 from specdec_jax.checkpoints.huggingface import CONFIG, open_huggingface, open_in_memory
 from specdec_jax.errors import InputError
-from specdec_jax.models.config import named_dtype
 from specdec_jax.models.families import Config
+from specdec_jax.models.layout import named_dtype
 
 # Subfolders of a checkpoint of a training step that may contain the parameters.
 _ITEMS = ("", "state", "default", "params")
@@ -75,13 +75,13 @@ def _t5(path: str, arrays: dict[str, Any]) -> Checkpoint:
 
 
 def load_params(path: str, config: Config, dtype: Any = None, shardings: Shardings = None):
-  """Return the parameters of a checkpoint, in `config.dtype` by default.
+  """Return the parameters of a checkpoint, by default in the dtype of its layout.
 
   Arrays are read one at a time to limit peak memory.
 
   Args:
-    config: config of the model to load. If it is `fused` and the checkpoint is not, matrices are
-      concatenated when they are read, as in `families.for_decoding`.
+    config: config of the model to load. If its layout is `fused` and that of the checkpoint is not,
+      matrices are concatenated when they are read, as in `families.for_decoding`.
     shardings: tree of `jax.sharding.Sharding` with the structure of the parameters, or a function
       that returns such a tree, given the tree of the parameters' shapes and, if it has a parameter
       `config`, `config` (such as `partitioning.param_shardings` with a mesh). Each device reads
@@ -93,5 +93,5 @@ def load_params(path: str, config: Config, dtype: Any = None, shardings: Shardin
 def load_model(folder: str, dtype: str = "float32") -> tuple[Any, Any]:
   """Return the config and the parameters, in `dtype`, of a checkpoint."""
   checkpoint = open_checkpoint(folder)
-  config = dataclasses.replace(checkpoint.config, dtype=named_dtype(dtype))
+  config = checkpoint.config.with_layout(dtype=named_dtype(dtype))
   return config, checkpoint.load(config)

@@ -22,6 +22,7 @@ from specdec_jax.core.atomic_files import atomic_write
 from specdec_jax.drafts.heads import AnyConfig, DraftHead, head_class
 from specdec_jax.errors import InputError
 from specdec_jax.models.config import GPTConfig, T5Config
+from specdec_jax.models.layout import Layout
 
 CONFIG, PARAMS = "config.json", "params.msgpack"
 _FAMILIES: dict[str, type[AnyConfig]] = {
@@ -41,15 +42,16 @@ def save_model(
       a pair loads the model, this fingerprint is compared with that of the pair's vocabulary.
     dtype: dtype of the parameters in the file; by default, that of each array of `params`.
   """
-  if config.kernels != "xla":
+  if (kernels := config.layout.kernels) != "xla":
     raise InputError(
-      f"Parameters in the layout of kernels {config.kernels!r} cannot be saved; use those of 'xla'."
+      f"Parameters in the layout of kernels {kernels!r} cannot be saved; use those of 'xla'."
     )
   path = pathlib.Path(folder)
   path.mkdir(parents=True, exist_ok=True)
   fields = dataclasses.asdict(config)
-  for name in ("kernels", "dtype", "dropout_rate"):  # these do not describe the parameters
-    del fields[name]
+  weights = config.layout.weights if config.layout.is_quantized else "float"
+  del fields["layout"], fields["dropout_rate"]  # of which only these describe the parameters:
+  fields |= {"fused": config.layout.fused, "weights": weights}
   fields["vocabulary"] = vocabulary
   fields["family"] = next(name for name, kind in _FAMILIES.items() if isinstance(config, kind))
   params = jax.tree.map(lambda x: jax.device_get(x.astype(dtype or x.dtype)), params)
@@ -64,8 +66,9 @@ def open_folder(folder: str) -> Checkpoint:
   vocabulary = fields.pop("vocabulary", None)
   family = _FAMILIES[fields.pop("family", "t5")]
   config_type = head_class(fields["kind"]) if family is DraftHead else family
+  layout = Layout(fused=fields.pop("fused", False), weights=fields.pop("weights", "float"))
   lists = {name: tuple(x) for name, x in fields.items() if isinstance(x, list)}  # JSON has lists
-  config = config_type(**fields | lists)
+  config = config_type(**fields | lists, layout=layout)
   values = read_msgpack(folder, PARAMS)
   leaves = {name: Leaf(value) for name, value in values.items() if hasattr(value, "shape")}
   eos_ids = () if isinstance(config, DraftHead) else (config.eos_id,)
@@ -76,11 +79,11 @@ def save_huggingface(folder: str, config: T5Config, params: Any) -> None:
   """Write a T5 to `folder` as transformers' `save_pretrained` does, in the dtype of its parameters.
 
   Padding of the embedding table becomes part of the vocabulary. Either both files are written or
-  neither. `config` must not be `fused`.
+  neither. The layout of `config` must not be `fused`.
   """
   fields = t5.fields_of(config)
   read = t5.config(folder, fields)  # raises InputError for another kind of feed-forward blocks
-  unread = "vocab_size", "padded_vocab_size", "dtype", "dropout_rate"
+  unread = "vocab_size", "padded_vocab_size", "dropout_rate"
   read = dataclasses.replace(read, **{name: getattr(config, name) for name in unread})
   others = [
     f"{name} {value!r}" for name, value in vars(config).items() if value != vars(read)[name]

@@ -5,13 +5,21 @@ from collections.abc import Sequence
 from typing import Any
 
 from jax import Array
-from jaxtyping import Float, Key
+from jaxtyping import Float
 
 from specdec_jax.core.arrays import split_rows
 from specdec_jax.core.context import Context
 from specdec_jax.core.sampling import Sampling
 from specdec_jax.core.trees import AnyTree, Tree, chain, require_chain
-from specdec_jax.core.types import Draft, DraftOptions, DraftSpec, Loaded, LoadsDraft, Proposal
+from specdec_jax.core.types import (
+  Draft,
+  DraftOptions,
+  DraftSpec,
+  Keys,
+  Loaded,
+  LoadsDraft,
+  Proposal,
+)
 from specdec_jax.drafts.composed import joined_spec, rereading
 from specdec_jax.drafts.several import concatenated, require_joinable
 from specdec_jax.errors import InputError, require_count
@@ -73,9 +81,7 @@ class CascadeDraft(Draft):
   def init(self, params: Any, context: Context, hidden: Float[Array, "B C E"]) -> Any:
     return tuple(d.init(p, context, hidden) for d, p in zip(self.drafts, params))
 
-  def propose(
-    self, params: Any, state: Any, context: Context, rng: Key[Array, " B"]
-  ) -> tuple[Proposal, Any]:
+  def propose(self, params: Any, state: Any, context: Context, rng: Keys) -> tuple[Proposal, Any]:
     keys = split_rows(rng, len(self.drafts))
     proposals, states = [], []
     for draft, draft_params, draft_state, key in zip(self.drafts, params, state, keys):

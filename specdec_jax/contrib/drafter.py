@@ -28,7 +28,7 @@ from specdec_jax.core.arrays import gather
 from specdec_jax.core.context import Context
 from specdec_jax.core.sampling import Sampling
 from specdec_jax.core.trees import AnyTree, NodePlacement
-from specdec_jax.core.types import DraftOptions, Proposal
+from specdec_jax.core.types import DraftOptions, Keys, Proposal
 from specdec_jax.drafts.heads.base import (
   DraftHead,
   DraftLogits,
@@ -163,7 +163,7 @@ class DrafterDraft(LevelwiseDraft):
     return T5Model(self.head.t5).prefill(params, context.prompt, num_slots)[1]
 
   def propose(
-    self, params: Any, state: Cache, context: Context, rng: Key[Array, " B"]
+    self, params: Any, state: Cache, context: Context, rng: Keys
   ) -> tuple[Proposal, Cache]:
     count = min(self.reread, context.tokens.shape[1])
     start = jnp.maximum(context.length - count, 0)

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
-from jaxtyping import Float, Int, Key
+from jaxtyping import Float, Int
 
 from specdec_jax.core.arrays import gather
 from specdec_jax.core.context import Context
@@ -18,6 +18,7 @@ from specdec_jax.core.types import (
   Draft,
   DraftOptions,
   DraftSpec,
+  Keys,
   Loaded,
   LoadsDraft,
   Outcome,
@@ -132,7 +133,7 @@ class FastestDraft(Draft):
     return jnp.where(state.idle >= self.patience, jnp.inf, speed)
 
   def propose(
-    self, params: Any, state: ChoiceState, context: Context, rng: Key[Array, " B"]
+    self, params: Any, state: ChoiceState, context: Context, rng: Keys
   ) -> tuple[Proposal, ChoiceState]:
     choice = self.speeds(state).argmax(axis=1)
     is_chosen = choice[:, None] == jnp.arange(len(self.drafts))

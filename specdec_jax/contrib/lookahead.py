@@ -14,13 +14,13 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
-from jaxtyping import Float, Int, Key
+from jaxtyping import Float, Int
 
 from specdec_jax.core.arrays import gather, take
 from specdec_jax.core.context import Context
 from specdec_jax.core.sampling import Sampling, argmax
 from specdec_jax.core.trees import AnyTree, Tree, chain, require_chain
-from specdec_jax.core.types import Draft, DraftOptions, DraftSpec, Loaded, Outcome, Proposal
+from specdec_jax.core.types import Draft, DraftOptions, DraftSpec, Keys, Loaded, Outcome, Proposal
 from specdec_jax.drafts.several import joined_at_root
 from specdec_jax.errors import require_count
 from specdec_jax.models.t5 import PAD_ID
@@ -111,7 +111,7 @@ class LookaheadDraft(Draft):
     return Lookahead(tokens.reshape(-1, self.gamma, width), jnp.zeros(shape, jnp.int32))
 
   def propose(
-    self, params: Any, state: Lookahead, context: Context, rng: Key[Array, " B"]
+    self, params: Any, state: Lookahead, context: Context, rng: Keys
   ) -> tuple[Proposal, Lookahead]:
     known = jax.vmap(lambda pool, token: pool[token])(state.pool, context.last_token)
     batch, order = len(known), self._layout[1]

@@ -16,12 +16,12 @@ from typing import NamedTuple
 
 import jax.numpy as jnp
 from jax import Array
-from jaxtyping import Bool, Float, Int, Key
+from jaxtyping import Bool, Float, Int
 
 from specdec_jax.core.arrays import gather_one, gather_token, split_rows, uniform_rows
 from specdec_jax.core.sampling import Sampling, distribution, sample
 from specdec_jax.core.trees import AnyTree, Tree, path_to, require_static
-from specdec_jax.core.types import Proposal, Verification, Verifier
+from specdec_jax.core.types import Keys, Proposal, Verification, Verifier
 from specdec_jax.core.verify.tokens import normalised, residual, validated_q
 
 
@@ -32,7 +32,7 @@ class MergingVerifier(Verifier):
   sampling: Sampling
 
   def verify(
-    self, rng: Key[Array, " B"], tree: AnyTree, proposal: Proposal, logits: Float[Array, "B K V"]
+    self, rng: Keys, tree: AnyTree, proposal: Proposal, logits: Float[Array, "B K V"]
   ) -> Verification:
     tree = require_static("merging verification", tree)
     p = distribution(logits, self.sampling)

@@ -18,7 +18,7 @@ from specdec_jax.core.arrays import gather
 from specdec_jax.core.context import Context
 from specdec_jax.core.sampling import Sampling
 from specdec_jax.core.trees import AnyTree, Tree, require_chain
-from specdec_jax.core.types import Draft, DraftOptions, Proposal
+from specdec_jax.core.types import Draft, DraftOptions, Keys, Proposal
 from specdec_jax.drafts.heads.base import (
   DraftHead,
   DraftLogits,
@@ -48,15 +48,13 @@ class PaSSDraft(Draft):
     require_chain("a draft by look-ahead embeddings", self.tree)
     require_depth(self.head.gamma, self.tree.depth)
 
-  def propose(
-    self, params: Any, state: Any, context: Context, rng: Key[Array, " B"]
-  ) -> tuple[Proposal, Any]:
+  def propose(self, params: Any, state: Any, context: Context, rng: Keys) -> tuple[Proposal, Any]:
     (head_params, target_params), gamma = params, self.tree.depth
     embedded = target_params["token_embedder"]["embedding"][context.last_token][:, None]
     ahead = jnp.broadcast_to(
       head_params["embeddings"][: gamma - 1], (len(rng), gamma - 1, self.head.state_dim)
     )
-    block = jnp.concatenate([embedded, ahead], axis=1).astype(self.target.activations)
+    block = jnp.concatenate([embedded, ahead], axis=1).astype(self.target.layout.activations)
     module, cache = module_of(self.target), text_cache(context)
     logits, _, _ = module.apply({"params": target_params}, cache, block, method="extend_embedded")
     proposals = []
@@ -109,7 +107,7 @@ class PassHead(DraftHead):
       last_token = gather(outputs.inputs, anchor[:, None])
       embedded = frozen["token_embedder"]["embedding"][last_token]
       ahead = jnp.broadcast_to(params["embeddings"], (batch, *params["embeddings"].shape))
-      block = jnp.concatenate([embedded, ahead], axis=1).astype(target.activations)
+      block = jnp.concatenate([embedded, ahead], axis=1).astype(target.layout.activations)
       cache: Any = outputs.cache
       cache = model.commit(cache, cache.length + anchor)
       logits, _, _ = target_module.apply({"params": frozen}, cache, block, method="extend_embedded")

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
-from jaxtyping import Float, Int, Key
+from jaxtyping import Float, Int
 
 from specdec_jax.core.arrays import gather, take
 from specdec_jax.core.context import Context
@@ -20,6 +20,7 @@ from specdec_jax.core.trees import AnyTree, Tree, chain, require_chain
 from specdec_jax.core.types import (
   DraftOptions,
   DraftSpec,
+  Keys,
   Loaded,
   LoadsDraft,
   Outcome,
@@ -92,7 +93,7 @@ class RealignedDraft(WrappedDraft):
     return RealignedState(self.draft.init(params, context, hidden), realigned)
 
   def propose(
-    self, params: Any, state: RealignedState, context: Context, rng: Key[Array, " B"]
+    self, params: Any, state: RealignedState, context: Context, rng: Keys
   ) -> tuple[Proposal, RealignedState]:
     proposal, draft_state = self.draft.propose(params, state.draft, context, rng)
     tokens, q = concatenated((proposal, Proposal(state.realigned)), self.vocab_size)

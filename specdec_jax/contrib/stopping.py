@@ -14,7 +14,7 @@ from typing import Any, ClassVar, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
-from jaxtyping import Bool, Float, Key
+from jaxtyping import Bool, Float
 
 from specdec_jax.core.context import Context
 from specdec_jax.core.sampling import Sampling
@@ -22,6 +22,7 @@ from specdec_jax.core.trees import AnyTree, Tree, require_chain
 from specdec_jax.core.types import (
   DraftOptions,
   DraftSpec,
+  Keys,
   Loaded,
   LoadsDraft,
   Outcome,
@@ -80,9 +81,7 @@ class StoppingDraft(WrappedDraft):
     lengths = tuple(range(self.min_length, self.draft.tree.depth + 1))
     return dataclasses.replace(self.draft.tree, verify_lengths=lengths)
 
-  def propose(
-    self, params: Any, state: Any, context: Context, rng: Key[Array, " B"]
-  ) -> tuple[Proposal, Any]:
+  def propose(self, params: Any, state: Any, context: Context, rng: Keys) -> tuple[Proposal, Any]:
     return self.propose_above(self.threshold, params, state, context, rng)
 
   def proposes(
@@ -105,7 +104,7 @@ class StoppingDraft(WrappedDraft):
     params: Any,
     state: Any,
     context: Context,
-    rng: Key[Array, " B"],
+    rng: Keys,
   ) -> tuple[Proposal, Any]:
     """Propose with another threshold, which may differ between rows."""
     model, gamma = self.draft.model, self.tree.depth
@@ -178,7 +177,7 @@ class AdaptiveStoppingDraft(StoppingDraft):
     return AdaptiveState(inner, self.threshold * rows, self.goal * rows)
 
   def propose(
-    self, params: Any, state: AdaptiveState, context: Context, rng: Key[Array, " B"]
+    self, params: Any, state: AdaptiveState, context: Context, rng: Keys
   ) -> tuple[Proposal, AdaptiveState]:
     threshold = state.threshold
     proposal, inner = self.propose_above(threshold, params, state.inner, context, rng)

@@ -12,6 +12,8 @@ import numpy as np
 from jax import Array, lax
 from jaxtyping import Float, Int, Key, Shaped
 
+Keys = Key[Array, " B"]  # random keys, one per row
+
 
 def gather(x: Shaped[Array, "B N *rest"], index: Int[Array, "B K"]) -> Shaped[Array, "B K *rest"]:
   """Return, for each row of `x`, the entries at the indices in the same row of `index`."""
@@ -82,16 +84,16 @@ def repeat_rows(tree: Any, count: int) -> Any:
   return jax.tree.map(repeated, tree, is_leaf=lambda x: hasattr(x, "repeat_rows"))
 
 
-def fold_in_rows(rng: Key[Array, " B"], data: Int[Array, " B"]) -> Key[Array, " B"]:
+def fold_in_rows(rng: Keys, data: Int[Array, " B"]) -> Keys:
   """Return the key of each row with the row's entry of `data` folded in."""
   return jax.vmap(jax.random.fold_in)(rng, data)
 
 
-def split_rows(rng: Key[Array, " B"], count: int = 2) -> Key[Array, "{count} B"]:
+def split_rows(rng: Keys, count: int = 2) -> Key[Array, "{count} B"]:
   """Split the key of each row into `count` keys."""
   return jax.vmap(lambda key: jax.random.split(key, count), out_axes=1)(rng)
 
 
-def uniform_rows(rng: Key[Array, " B"], count: int) -> Float[Array, "B {count}"]:
+def uniform_rows(rng: Keys, count: int) -> Float[Array, "B {count}"]:
   """Sample `count` uniforms in [0, 1) for each row, from the key of that row."""
   return jax.vmap(lambda key: jax.random.uniform(key, (count,)))(rng)

@@ -8,9 +8,9 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
-from jaxtyping import Float, Int, Key
+from jaxtyping import Float, Int
 
-from specdec_jax.core.arrays import gather, gather_one, place_tokens
+from specdec_jax.core.arrays import Keys, gather, gather_one, place_tokens
 from specdec_jax.core.trees import AnyTree, chain
 
 
@@ -36,7 +36,7 @@ class Context(NamedTuple):
   hidden: Float[Array, "B E"]
   prompt_length: Int[Array, " B"] | None = None
   limit: Int[Array, " B"] | None = None
-  rng: Key[Array, " B"] | None = None
+  rng: Keys | None = None
 
   @property
   def last_token(self) -> Int[Array, " B"]:

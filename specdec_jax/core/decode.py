@@ -43,6 +43,7 @@ from specdec_jax.core.types import (
   AnyArray,
   DecodeResult,
   Draft,
+  Keys,
   Model,
   Outcome,
   Params,
@@ -71,7 +72,7 @@ class DecodeState(NamedTuple):
   prompt_length: Int[Array, " B"]
   limit: Int[Array, " B"]
   done: Bool[Array, " B"]
-  rng: Key[Array, " B"]
+  rng: Keys
   target_cache: Any
   hidden: Float[Array, "B E"]
   draft_state: Any
@@ -109,9 +110,7 @@ class NullDraft(Draft):
   tree: AnyTree = chain(0)
   token: int = 0
 
-  def propose(
-    self, params: Any, state: Any, context: Context, rng: Key[Array, " B"]
-  ) -> tuple[Proposal, Any]:
+  def propose(self, params: Any, state: Any, context: Context, rng: Keys) -> tuple[Proposal, Any]:
     batch = len(context.tokens)
     draft_tokens = jnp.full((batch, self.tree.num_draft_tokens), self.token, jnp.int32)
     return Proposal(draft_tokens, tree=placeholder_shape(self.tree, batch)), state

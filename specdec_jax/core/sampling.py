@@ -16,7 +16,7 @@ from jax import Array, lax
 from jax.typing import ArrayLike
 from jaxtyping import Bool, Float, Int, Key, Shaped
 
-from specdec_jax.core.arrays import fold_in_rows, gather_one, take
+from specdec_jax.core.arrays import Keys, fold_in_rows, gather_one, take
 from specdec_jax.core.settings import Settings, is_neutral, traced
 from specdec_jax.errors import InputError, require_count, require_number
 
@@ -100,15 +100,13 @@ def row_keys(seed: int, start: int | np.integer, count: int) -> Key[Array, " {co
   return jax.vmap(lambda row: jax.random.fold_in(jax.random.key(seed), row))(rows)
 
 
-def position_keys(
-  rng: Key[Array, " B"], length: Int[Array, " B"], count: int
-) -> Key[Array, "B {count}"]:
+def position_keys(rng: Keys, length: Int[Array, " B"], count: int) -> Key[Array, "B {count}"]:
   """Return the keys of positions `length` to `length + count - 1` of each row."""
   return jax.vmap(fold_in_rows, (None, 1), 1)(rng, length[:, None] + jnp.arange(count))
 
 
 def sample_logits(
-  rng: Key[Array, " B"], logits: Float[Array, "B V"], sampling: Sampling, coupled: bool = False
+  rng: Keys, logits: Float[Array, "B V"], sampling: Sampling, coupled: bool = False
 ) -> tuple[Int[Array, " B"], Float[Array, "B V"] | None]:
   """Return a sampled token per row (the argmax of `perturbed` logits if `coupled`), and its q.
 
@@ -135,7 +133,7 @@ def perturbed(
 
 
 def sample_siblings(
-  rng: Key[Array, " B"],
+  rng: Keys,
   logits: Float[Array, "B nodes V"],
   sampling: Sampling,
   counts: np.ndarray,
@@ -237,7 +235,7 @@ def _sample_nodes(
   return sample(keys.reshape(-1), probs.reshape(-1, probs.shape[-1])).reshape(keys.shape)
 
 
-def sample(rng: Key[Array, " B"], weights: Float[Array, "B V"]) -> Int[Array, " B"]:
+def sample(rng: Keys, weights: Float[Array, "B V"]) -> Int[Array, " B"]:
   """Sample one token per row in proportion to weights, which are at least 0 and not all 0.
 
   The cumulative sum is inverted in two steps: a block of 64 tokens is sampled, then a token in it.

@@ -24,6 +24,7 @@ import numpy as np
 from jax import Array
 from jaxtyping import Float, Int, Key
 
+from specdec_jax.core.arrays import Keys
 from specdec_jax.core.context import Context
 from specdec_jax.core.processors import Processors
 from specdec_jax.core.sampling import Sampling
@@ -251,9 +252,7 @@ class Draft(Settings, abc.ABC):
     return ()
 
   @abc.abstractmethod
-  def propose(
-    self, params: Any, state: Any, context: Context, rng: Key[Array, " B"]
-  ) -> tuple[Proposal, Any]:
+  def propose(self, params: Any, state: Any, context: Context, rng: Keys) -> tuple[Proposal, Any]:
     """Propose tokens that follow the committed ones.
 
     Args:
@@ -288,9 +287,7 @@ class WrappedDraft(Draft):
   def init(self, params: Any, context: Context, hidden: Float[Array, "B C E"]) -> Any:
     return self.draft.init(params, context, hidden)
 
-  def propose(
-    self, params: Any, state: Any, context: Context, rng: Key[Array, " B"]
-  ) -> tuple[Proposal, Any]:
+  def propose(self, params: Any, state: Any, context: Context, rng: Keys) -> tuple[Proposal, Any]:
     return self.draft.propose(params, state, context, rng)
 
   def observe(self, params: Any, state: Any, outcome: Outcome) -> Any:

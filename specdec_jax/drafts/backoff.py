@@ -7,13 +7,13 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
-from jaxtyping import Int, Int32, Key, UInt32
+from jaxtyping import Int, Int32, UInt32
 
 from specdec_jax.core.arrays import gather, take
 from specdec_jax.core.context import Context
 from specdec_jax.core.sampling import Sampling
 from specdec_jax.core.trees import AnyTree, require_static
-from specdec_jax.core.types import Draft, DraftOptions, DraftSpec, Loaded, Proposal
+from specdec_jax.core.types import Draft, DraftOptions, DraftSpec, Keys, Loaded, Proposal
 from specdec_jax.data.text import read_lines
 from specdec_jax.errors import InputError, require_count
 from specdec_jax.models.t5 import PAD_ID
@@ -100,9 +100,7 @@ class BackoffDraft(Draft):
   tree: AnyTree
   order: int
 
-  def propose(
-    self, params: Any, state: Any, context: Context, rng: Key[Array, " B"]
-  ) -> tuple[Proposal, Any]:
+  def propose(self, params: Any, state: Any, context: Context, rng: Keys) -> tuple[Proposal, Any]:
     tree, num_context = require_static("an n-gram draft", self.tree), self.order - 1
     slots = context.length[:, None] - num_context + jnp.arange(num_context)
     last_tokens = gather(context.tokens, jnp.maximum(slots, 0))

@@ -14,14 +14,14 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
-from jaxtyping import Float, Int, Key
+from jaxtyping import Float, Int
 
 from specdec_jax.core.arrays import gather
 from specdec_jax.core.context import Context, node_prefixes, text_prefixes
 from specdec_jax.core.processors import Processors, process
 from specdec_jax.core.sampling import Sampling
 from specdec_jax.core.trees import AnyTree, DynamicTree
-from specdec_jax.core.types import Draft, DraftOptions, Model, Outcome, Proposal
+from specdec_jax.core.types import Draft, DraftOptions, Keys, Model, Outcome, Proposal
 from specdec_jax.drafts.model import ModelDraft, extend_last_tokens
 from specdec_jax.errors import InputError, require_count
 
@@ -63,9 +63,7 @@ class DynamicDraft(Draft):
     """Return the model's cache before the first round."""
     return self.model.prefill(params, context.prompt, num_slots)[1]
 
-  def propose(
-    self, params: Any, state: Any, context: Context, rng: Key[Array, " B"]
-  ) -> tuple[Proposal, Any]:
+  def propose(self, params: Any, state: Any, context: Context, rng: Keys) -> tuple[Proposal, Any]:
     root_logits, _, cache = extend_last_tokens(self.model, params, state[0], context, self.reread)
 
     def extend_level(

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
-from jaxtyping import Float, Int, Key
+from jaxtyping import Float, Int
 
 from specdec_jax.core.arrays import gather, gather_or_zero, place_tokens, split_rows
 from specdec_jax.core.context import Context, Prefixes, text_prefixes
@@ -21,6 +21,7 @@ from specdec_jax.core.trees import Tree
 from specdec_jax.core.types import (
   Draft,
   DraftOptions,
+  Keys,
   Model,
   Outcome,
   Params,
@@ -73,9 +74,7 @@ class HierarchicalDraft(Draft):
     inner_context = context._replace(target_cache=cache, hidden=last_hidden)
     return cache, self.inner.init(inner_params, inner_context, hidden)
 
-  def propose(
-    self, params: Any, state: Any, context: Context, rng: Key[Array, " B"]
-  ) -> tuple[Proposal, Any]:
+  def propose(self, params: Any, state: Any, context: Context, rng: Keys) -> tuple[Proposal, Any]:
     (model_params, inner_params), (cache, inner_state) = params, state
     gamma = self.tree.depth
     logits, hidden, cache = extend_last_tokens(
@@ -131,7 +130,7 @@ class HierarchicalDraft(Draft):
     return proposal, (final.target_cache, final.draft_state.inner)
 
   def _with_siblings(
-    self, proposal: Proposal, logits: Float[Array, "B D V"], rng: Key[Array, " B"]
+    self, proposal: Proposal, logits: Float[Array, "B D V"], rng: Keys
   ) -> Proposal:
     """Return a chain with siblings of each token, sampled from the logits without this token."""
     if self.tree.is_chain:
@@ -181,7 +180,7 @@ class _RecordedLogits(NamedTuple):
 
 class _LogitsRecorder(WrappedDraft):
   def propose(
-    self, params: Any, state: _RecordedLogits, context: Context, rng: Key[Array, " B"]
+    self, params: Any, state: _RecordedLogits, context: Context, rng: Keys
   ) -> tuple[Proposal, _RecordedLogits]:
     proposal, inner = self.draft.propose(params, state.inner, context, rng)
     return proposal, state._replace(inner=inner)

@@ -11,7 +11,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import Array
-from jaxtyping import Float, Int, Key
+from jaxtyping import Float, Int
 
 from specdec_jax.core.context import Context
 from specdec_jax.core.sampling import Sampling
@@ -19,6 +19,7 @@ from specdec_jax.core.trees import AnyTree, NodePlacement, require_static
 from specdec_jax.core.types import (
   DraftOptions,
   DraftSpec,
+  Keys,
   Loaded,
   Model,
   Outcome,
@@ -158,9 +159,7 @@ class LayerSkipDraft(WrappedDraft):
   def observe(self, params: Any, state: Any, outcome: Outcome) -> Any:
     return state
 
-  def propose(
-    self, params: Any, state: Any, context: Context, rng: Key[Array, " B"]
-  ) -> tuple[Proposal, Any]:
+  def propose(self, params: Any, state: Any, context: Context, rng: Keys) -> tuple[Proposal, Any]:
     cache = cache_of_layers(text_cache(context), self.layers)
     logits, _, cache = self.draft.model.extend(params, cache, context.last_token[:, None])
     return self.draft.propose_after(params, cache, context, logits[:, 0], rng)[0], state

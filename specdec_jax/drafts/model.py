@@ -15,7 +15,7 @@ from specdec_jax.core.context import Context, node_prefixes, text_prefixes
 from specdec_jax.core.processors import process
 from specdec_jax.core.sampling import Sampling, position_keys, sample_logits, sample_siblings
 from specdec_jax.core.trees import Tree
-from specdec_jax.core.types import Draft, DraftOptions, Model, Outcome, Proposal
+from specdec_jax.core.types import Draft, DraftOptions, Keys, Model, Outcome, Proposal
 from specdec_jax.errors import require_count
 
 
@@ -70,9 +70,7 @@ class ModelDraft(Draft):
     """
     return cache
 
-  def propose(
-    self, params: Any, state: Any, context: Context, rng: Key[Array, " B"]
-  ) -> tuple[Proposal, Any]:
+  def propose(self, params: Any, state: Any, context: Context, rng: Keys) -> tuple[Proposal, Any]:
     logits, cache = self.start_round(params, state, context)
     return self.propose_after(params, cache, context, logits, rng)
 
@@ -89,7 +87,7 @@ class ModelDraft(Draft):
     cache: Any,
     context: Context,
     logits: Float[Array, "B V"],
-    rng: Key[Array, " B"],
+    rng: Keys,
   ) -> tuple[Proposal, Any]:
     """Propose tokens, given logits at the last committed token, in slot `cache.length`."""
     if self.tree.is_chain:
@@ -107,7 +105,7 @@ class ModelDraft(Draft):
     cache: Any,
     context: Context,
     logits: Float[Array, "B V"],
-    rng: Key[Array, " B"],
+    rng: Keys,
   ) -> tuple[Proposal, Any]:
     gamma = self.tree.depth
     keys = depth_keys(self.options, context, rng, gamma)
@@ -137,7 +135,7 @@ class ModelDraft(Draft):
 
 
 def depth_keys(
-  options: DraftOptions, context: Context, rng: Key[Array, " B"], depth: int
+  options: DraftOptions, context: Context, rng: Keys, depth: int
 ) -> Key[Array, "{depth} B"]:
   """Return the keys of the draft tokens of each depth; if coupled, those of their positions."""
   if not options.coupled:
@@ -147,7 +145,7 @@ def depth_keys(
 
 
 def sample_next(
-  draft: Any, rng: Key[Array, " B"], context: Context, logits: Float[Array, "B V"]
+  draft: Any, rng: Keys, context: Context, logits: Float[Array, "B V"]
 ) -> tuple[Int[Array, " B"], Float[Array, "B V"] | None, Int[Array, "B T"]]:
   """Sample the token after the text of a context; return it, its q, and the extended text.
 
@@ -166,7 +164,7 @@ def draft_tree(
   extend_level: Callable[..., tuple[Array, Any]],
   carry: Any,
   context: Context,
-  rng: Key[Array, " B"],
+  rng: Keys,
 ) -> tuple[Proposal, Any]:
   """Sample a static tree, one level at a time; return the proposal and the last carry.
 

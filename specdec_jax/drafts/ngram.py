@@ -10,14 +10,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
-from jaxtyping import Float, Int, Key
+from jaxtyping import Float, Int
 
 from specdec_jax.core.arrays import split_rows
 from specdec_jax.core.atomic_files import atomic_write
 from specdec_jax.core.context import Context
 from specdec_jax.core.sampling import Sampling, sample_logits
 from specdec_jax.core.trees import AnyTree, require_chain
-from specdec_jax.core.types import Draft, DraftOptions, DraftSpec, Loaded, Proposal
+from specdec_jax.core.types import Draft, DraftOptions, DraftSpec, Keys, Loaded, Proposal
 from specdec_jax.data.text import read_lines
 from specdec_jax.data.vocabulary import Vocabulary
 from specdec_jax.errors import InputError, require_count
@@ -136,7 +136,7 @@ class NgramDraft(Draft):
     return ()
 
   def propose(
-    self, params: Ngrams, state: Any, context: Context, rng: Key[Array, " B"]
+    self, params: Ngrams, state: Any, context: Context, rng: Keys
   ) -> tuple[Proposal, Any]:
     keys = split_rows(rng, self.tree.depth)
 

@@ -6,13 +6,13 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
-from jaxtyping import Int, Key
+from jaxtyping import Int
 
 from specdec_jax.core.arrays import gather
 from specdec_jax.core.context import Context
 from specdec_jax.core.sampling import Sampling
 from specdec_jax.core.trees import AnyTree, Tree, require_static
-from specdec_jax.core.types import Draft, DraftOptions, DraftSpec, Loaded, Proposal
+from specdec_jax.core.types import Draft, DraftOptions, DraftSpec, Keys, Loaded, Proposal
 from specdec_jax.errors import require_count
 from specdec_jax.models.t5 import PAD_ID
 
@@ -74,9 +74,7 @@ class PromptLookupDraft(Draft):
     if self.tokens_per_match is not None:
       require_count("tokens_per_match", self.tokens_per_match)
 
-  def propose(
-    self, params: Any, state: Any, context: Context, rng: Key[Array, " B"]
-  ) -> tuple[Proposal, Any]:
+  def propose(self, params: Any, state: Any, context: Context, rng: Keys) -> tuple[Proposal, Any]:
     source, tokens, tree = context.prompt, context.tokens, require_static("copying", self.tree)
     depth = tree.depth
     num_slots, length = tokens.shape[1], context.length[:, None]

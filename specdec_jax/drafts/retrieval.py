@@ -19,14 +19,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
-from jaxtyping import Bool, Int, Key
+from jaxtyping import Bool, Int
 
 from specdec_jax.core.arrays import gather, gather_token
 from specdec_jax.core.atomic_files import atomic_write
 from specdec_jax.core.context import Context
 from specdec_jax.core.sampling import Sampling
 from specdec_jax.core.trees import AnyTree, DynamicTree, Tree
-from specdec_jax.core.types import Draft, DraftOptions, DraftSpec, Loaded, Proposal
+from specdec_jax.core.types import Draft, DraftOptions, DraftSpec, Keys, Loaded, Proposal
 from specdec_jax.data.text import read_lines
 from specdec_jax.data.vocabulary import Vocabulary
 from specdec_jax.errors import InputError, require_count
@@ -205,7 +205,7 @@ class RetrievalDraft(Draft):
       )
 
   def propose(
-    self, params: Datastore, state: Any, context: Context, rng: Key[Array, " B"]
+    self, params: Datastore, state: Any, context: Context, rng: Keys
   ) -> tuple[Proposal, Any]:
     trie = self._trie(params, context)
     if isinstance(self.tree, DynamicTree):

@@ -15,12 +15,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
-from jaxtyping import Float, Int, Key
+from jaxtyping import Float, Int
 
 from specdec_jax.core.arrays import split_rows
 from specdec_jax.core.context import Context
 from specdec_jax.core.trees import AnyTree, Tree, require_static
-from specdec_jax.core.types import Draft, Proposal
+from specdec_jax.core.types import Draft, Keys, Proposal
 from specdec_jax.errors import InputError
 from specdec_jax.models.t5 import PAD_ID
 
@@ -49,9 +49,7 @@ class ForestDraft(Draft):
     each = zip(self.drafts, params, strict=True)
     return tuple(d.init(p, context, hidden) for d, p in each)
 
-  def propose(
-    self, params: Any, state: Any, context: Context, rng: Key[Array, " B"]
-  ) -> tuple[Proposal, Any]:
+  def propose(self, params: Any, state: Any, context: Context, rng: Keys) -> tuple[Proposal, Any]:
     keys = split_rows(rng, len(self.drafts))
     each = zip(self.drafts, params, state, keys, strict=True)
     proposals, states = zip(*(d.propose(p, s, context, key) for d, p, s, key in each))
@@ -83,9 +81,7 @@ class FallbackDraft(Draft):
   def init(self, params: Any, context: Context, hidden: Float[Array, "B C E"]) -> Any:
     return tuple(d.init(p, context, hidden) for d, p in zip(self.drafts, params, strict=True))
 
-  def propose(
-    self, params: Any, state: Any, context: Context, rng: Key[Array, " B"]
-  ) -> tuple[Proposal, Any]:
+  def propose(self, params: Any, state: Any, context: Context, rng: Keys) -> tuple[Proposal, Any]:
     each = zip(self.drafts, params, state, strict=True)
     proposals, states = zip(*(d.propose(p, s, context, rng) for d, p, s in each))
     if any(proposal.q is not None for proposal in proposals):

@@ -4,8 +4,6 @@ import dataclasses
 from typing import Any
 
 import jax.numpy as jnp
-from jax import Array
-from jaxtyping import Key
 
 from specdec_jax.core.context import Context
 from specdec_jax.core.sampling import Sampling
@@ -13,6 +11,7 @@ from specdec_jax.core.trees import AnyTree, Tree, require_chain
 from specdec_jax.core.types import (
   DraftOptions,
   DraftSpec,
+  Keys,
   Loaded,
   LoadsDraft,
   Proposal,
@@ -55,9 +54,7 @@ class StopAtMissDraft(WrappedDraft):
     lengths = (0, *(n for n in powers if n < tree.depth), tree.depth)
     return dataclasses.replace(tree, verify_lengths=lengths)
 
-  def propose(
-    self, params: Any, state: Any, context: Context, rng: Key[Array, " B"]
-  ) -> tuple[Proposal, Any]:
+  def propose(self, params: Any, state: Any, context: Context, rng: Keys) -> tuple[Proposal, Any]:
     proposal, state = self.draft.propose(params, state, context, rng)
     if proposal.q is not None:
       raise InputError("A draft that stops at a miss must select its tokens, and this one samples.")

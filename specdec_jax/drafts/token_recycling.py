@@ -12,13 +12,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
-from jaxtyping import Float, Int, Key
+from jaxtyping import Float, Int
 
 from specdec_jax.core.arrays import gather
 from specdec_jax.core.context import Context
 from specdec_jax.core.sampling import Sampling
 from specdec_jax.core.trees import AnyTree, Tree, chain, require_static
-from specdec_jax.core.types import Draft, DraftOptions, DraftSpec, Loaded, Outcome, Proposal
+from specdec_jax.core.types import Draft, DraftOptions, DraftSpec, Keys, Loaded, Outcome, Proposal
 from specdec_jax.data.text import read_lines
 from specdec_jax.drafts.ngram import fit_ngrams
 from specdec_jax.drafts.prompt_lookup import PromptLookupDraft
@@ -92,7 +92,7 @@ class TokenRecyclingDraft(Draft):
     return TokenRecyclingState(table, context.last_token)
 
   def propose(
-    self, params: Any, state: TokenRecyclingState, context: Context, rng: Key[Array, " B"]
+    self, params: Any, state: TokenRecyclingState, context: Context, rng: Keys
   ) -> tuple[Proposal, TokenRecyclingState]:
     tree, nodes = self.tree, context.last_token[:, None]  # tokens of the nodes so far
     copied = jnp.full((len(nodes), tree.depth), PAD_ID)

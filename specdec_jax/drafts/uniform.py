@@ -11,7 +11,7 @@ from jaxtyping import Int, Key
 from specdec_jax.core.context import Context
 from specdec_jax.core.sampling import Sampling
 from specdec_jax.core.trees import AnyTree, require_static
-from specdec_jax.core.types import Draft, DraftOptions, DraftSpec, Loaded, Proposal
+from specdec_jax.core.types import Draft, DraftOptions, DraftSpec, Keys, Loaded, Proposal
 
 
 def uniform(target: Loaded) -> DraftSpec:
@@ -32,9 +32,7 @@ class UniformDraft(Draft):
   tree: AnyTree
   independent_siblings = True
 
-  def propose(
-    self, params: Any, state: Any, context: Context, rng: Key[Array, " B"]
-  ) -> tuple[Proposal, Any]:
+  def propose(self, params: Any, state: Any, context: Context, rng: Keys) -> tuple[Proposal, Any]:
     num_draft_tokens = require_static("drafting at random", self.tree).num_draft_tokens
 
     def sample_row(key: Key[Array, ""]) -> Int[Array, " N"]:

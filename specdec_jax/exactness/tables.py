@@ -30,6 +30,7 @@ from specdec_jax.core.trees import AnyTree, DynamicTree, NodeLayout, Tree
 from specdec_jax.core.types import (
   AnyArray,
   Draft,
+  Keys,
   Outcome,
   Params,
   Proposal,
@@ -144,7 +145,7 @@ class TableDraft(Draft):
   greedy: bool = False
 
   def propose(
-    self, params: TableProposals, state: Any, context: Context, rng: Key[Array, " B"]
+    self, params: TableProposals, state: Any, context: Context, rng: Keys
   ) -> tuple[Proposal, Any]:
     start = context.last_token
     if isinstance(self.tree, DynamicTree):
@@ -358,9 +359,7 @@ def verifier_alone(
 class KeepingDraft(WrappedDraft):
   """Wrapper of a draft that keeps the proposal of the last round in its state."""
 
-  def propose(
-    self, params: Any, state: Any, context: Context, rng: Key[Array, " B"]
-  ) -> tuple[Proposal, Any]:
+  def propose(self, params: Any, state: Any, context: Context, rng: Keys) -> tuple[Proposal, Any]:
     proposal, draft_state = self.draft.propose(params, state[0], context, rng)
     return proposal, (draft_state, proposal)
 

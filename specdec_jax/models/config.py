@@ -3,11 +3,8 @@
 import dataclasses
 from typing import Any, ClassVar, Literal
 
-import jax.numpy as jnp
-
 from specdec_jax.errors import InputError, require_number
-
-Weights = Literal["float", "int8", "int4"]
+from specdec_jax.models.layout import Layout
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -46,16 +43,7 @@ class TransformerConfig:
     num_output_tokens: number of tokens that have logits of their own, for a draft; the parameter
       `output_tokens` has their ids, and the probability of all other tokens is 0. None for all
       tokens. It needs untied logits.
-    fused: whether parameters are in the layout of `families.for_decoding`, with fewer, larger
-      matmuls.
-    kernels: 'xla'; 'skinny' for `kernels.skinny`, which decodes faster on a CPU; or 'gpu' for
-      `kernels.gpu`, with which XLA compiles fewer kernels. With 'skinny', the matrices of linear
-      layers are packed in panels (`skinny.pack`), and may be bfloat16; with 'gpu', small ones are
-      transposed (`gpu.is_transposed`).
-    weights: 'float'; or 'int8' or 'int4' if the matrices of linear layers are quantized
-      (`quantization.quantize`). int4 needs other kernels than 'skinny'.
-    dtype: float32 or bfloat16. It is the dtype of matmuls, except that 'xla' computes logits in
-      float32. It is also the dtype of activations, unless `kernels` is 'skinny'.
+    layout: layout of the parameters in memory, and what computes with them.
     eos_id: id of EOS, the token that ends a text.
     start_id: id of the token that precedes each text. None for GPT-2, which has no start token; a
       text with an empty prompt starts with EOS instead.
@@ -86,10 +74,7 @@ class TransformerConfig:
   window: int | None = None
   padded_vocab_size: int | None = None
   num_output_tokens: int | None = None
-  fused: bool = False
-  kernels: str = "xla"
-  weights: Weights = "float"
-  dtype: Any = jnp.float32
+  layout: Layout = Layout()
   dropout_rate: float = 0.0
   eos_id: int = 1
   start_id: int | None = 0
@@ -123,15 +108,9 @@ class TransformerConfig:
     """Number of columns of the matrix that computes logits."""
     return self.num_output_tokens or self.table_size
 
-  @property
-  def activations(self) -> Any:
-    """Dtype of activations: float32 if `kernels` is 'skinny', otherwise `dtype`."""
-    return jnp.float32 if self.kernels == "skinny" else self.dtype
-
-  @property
-  def in_pairs(self) -> bool:
-    """True if panels have the layout for bfloat16 matmuls (`pairs` of `skinny.pack`)."""
-    return self.dtype == jnp.bfloat16
+  def with_layout(self, **changes: Any) -> Any:
+    """Return the configuration with other values of fields of its layout."""
+    return dataclasses.replace(self, layout=dataclasses.replace(self.layout, **changes))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -182,10 +161,3 @@ class GPTConfig(TransformerConfig):
   has_encoder: ClassVar[bool] = False
   embedding_std: ClassVar[float] = 0.02
   logits_divisor: ClassVar[float] = 1.0
-
-
-def named_dtype(name: str):
-  """Return the dtype 'float32' or 'bfloat16'; raise InputError for any other name."""
-  if name not in ("float32", "bfloat16"):
-    raise InputError(f"dtype is {name!r}; use 'float32' or 'bfloat16'.")
-  return jnp.dtype(name)

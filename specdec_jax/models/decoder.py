@@ -27,15 +27,14 @@ from specdec_jax.models.layers import (
   RelativePositionBias,
   Rotation,
   add_block,
-  matmul,
   norm,
   normed,
   norms,
   residual_of,
   rotation,
-  soft_cap,
   window_masks,
 )
+from specdec_jax.models.layout import matmul, soft_cap
 
 # Each [B, G, T, D]; [B, G, S, D] for cross-attention. With kernels 'gpu', a cache has one array
 # [B, 2 G, T, D], which is written at once.
@@ -53,7 +52,7 @@ class DecoderLayer(nn.Module):
     if cfg.bias_per_layer:
       self.relpos_bias = RelativePositionBias(cfg, bidirectional=False)
     self.pre_self_attention_layer_norm = before()
-    self.self_attention = Attention(cfg, cfg.fused)
+    self.self_attention = Attention(cfg, cfg.layout.fused)
     self.post_self_attention_layer_norm = after()
     if cfg.has_encoder:
       self.pre_cross_attention_layer_norm = before()
@@ -167,7 +166,7 @@ class Decoder(nn.Module):
     if cfg.has_shared_bias:
       relative = self.relpos_bias(positions, key_positions)
       biases = [relative + mask for mask in biases]
-    if cfg.kernels == "gpu" and block > 1:  # otherwise XLA computes them again in each layer
+    if cfg.layout.kernels == "gpu" and block > 1:  # otherwise XLA computes them again in each layer
       biases = lax.optimization_barrier(biases)
     if cfg.num_positions is not None:
       x = x + self.positions.at[positions].get(mode="clip").astype(x.dtype)
@@ -212,9 +211,9 @@ class Decoder(nn.Module):
 
 def empty_slots(config: TransformerConfig, batch: int, num_slots: int) -> tuple[KeysValues, ...]:
   """Return keys and values of an empty cache for each layer."""
-  arrays = 1 if config.kernels == "gpu" else 2
+  arrays = 1 if config.layout.kernels == "gpu" else 2
   shape = batch, 2 // arrays * config.kv_heads, num_slots, config.head_dim
-  return ((jnp.zeros(shape, config.activations),) * arrays,) * config.num_decoder_layers
+  return ((jnp.zeros(shape, config.layout.activations),) * arrays,) * config.num_decoder_layers
 
 
 def commit(cache: Any, length: Int[Array, " B"], path: Int[Array, "B D"] | None = None) -> Any:

@@ -84,7 +84,7 @@ def for_decoding(
       tree["wi"] = concatenate_layers(tree, "wi_0", "wi_1")
     return tree
 
-  if config.fused:
+  if config.layout.fused:
     return config, params
   params = fuse("", params)
   if config.tied_logits:
@@ -92,4 +92,4 @@ def for_decoding(
     decoder["logits_dense"] = {"kernel": params["token_embedder"]["embedding"].T}
     if config.logits_divisor != 1:
       decoder["decoder_norm"]["scale"] = decoder["decoder_norm"]["scale"] / config.logits_divisor
-  return dataclasses.replace(config, fused=True, tied_logits=False), params
+  return dataclasses.replace(config.with_layout(fused=True), tied_logits=False), params

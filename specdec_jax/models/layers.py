@@ -4,7 +4,6 @@ Axis letters are those of `core.types`; in queries, keys and values, D is the si
 """
 
 import functools
-import math
 from collections.abc import Callable
 from typing import Any
 
@@ -15,13 +14,10 @@ from jax import Array, lax
 from jaxtyping import Bool, Float, Int
 
 from specdec_jax.models.config import TransformerConfig
-from specdec_jax.models.kernels import gpu, skinny
 from specdec_jax.models.kernels.gpu import Normed
-from specdec_jax.models.quantization import num_groups
+from specdec_jax.models.layout import MASKED, soft_cap
 
 Rotation = tuple[Array, Array]  # cosine and sine, each [B, 1, K, D / 2]
-
-MASKED = -1e10  # added to attention logits; exp(MASKED) is exactly 0 in float32 and bfloat16
 
 _ACTIVATIONS: dict[str, Callable[[Array], Array]] = {
   "gelu": nn.gelu,
@@ -42,37 +38,11 @@ def _query_init(head_dim: int) -> Callable[..., Array]:
   return init
 
 
-def matmul(x: Float[Array, "*batch E"], kernel: Float[Array, "E F"]) -> Float[Array, "*batch F"]:
-  """Multiply `x` by a matrix after merging all leading axes of `x` into one.
-
-  Then the gradient with respect to `kernel` is also a single matmul. On a CPU, a training step
-  takes three quarters of the time that it takes without merging.
-  """
-  return (x.reshape(-1, x.shape[-1]) @ kernel).reshape(*x.shape[:-1], kernel.shape[-1])
-
-
-def grouped_matmul(
-  x: Float[Array, "*batch E"], kernel: Int[Array, "E F"], scales: Float[Array, "G F"], dtype: Any
-) -> Float[Array, "*batch F"]:
-  """Multiply `x` by an int4 matrix; each group of its rows has scales of its own.
-
-  XLA for TPUs reads the int4 values, but would first convert the matrix to float32 if `x` had a
-  single row, which is therefore computed twice.
-  """
-  *batch, depth = x.shape
-  rows = x.reshape(-1, len(scales), depth // len(scales)).astype(dtype)
-  rows = jnp.broadcast_to(rows, (2, *rows.shape[1:])) if len(rows) == 1 else rows
-  groups = kernel.astype(dtype).reshape(*rows.shape[1:], -1)
-  products = jnp.einsum("rgi,gif->grf", rows, groups, preferred_element_type=jnp.float32)
-  sums = (products * scales[:, None]).sum(axis=0)
-  return sums[: math.prod(batch)].astype(dtype).reshape(*batch, -1)
-
-
 class Dense(nn.Module):
   """Linear layer, with a bias if the model has biases.
 
   Attributes:
-    dtype: dtype of the matmul with kernels 'xla'; None to use `config.dtype`.
+    dtype: dtype of the matmul with kernels 'xla'; None for that of the layout.
     biases: False if the layer has no bias even if the model has biases.
   """
 
@@ -96,33 +66,16 @@ class Dense(nn.Module):
   def _matmul(
     self, x: Float[Array, "*batch E"] | Normed, residual: Float[Array, "*batch F"] | None = None
   ) -> Float[Array, "*batch F"]:
-    *rows, depth = (x.x if isinstance(x, Normed) else x).shape
-    dtype = self.dtype or self.config.dtype
-    groups = num_groups(self.config.weights, depth)
-    if self.config.kernels == "gpu":
-      shape = (self.features, depth)
-      shape = shape if gpu.is_transposed(shape, self.config.weights) else shape[::-1]
-      kernel, scale = self._kernel_and_scale(shape, (self.features, *groups))
-      return gpu.matmul(x, kernel, scale, dtype, residual)
-    assert not isinstance(x, Normed)
-    if self.config.kernels == "skinny":
-      cfg = self.config
-      shape = skinny.packed_shape(depth, self.features, cfg.in_pairs, cfg.weights == "int8")
-      panels, scale = self._kernel_and_scale(shape, (shape[0] * skinny.PANEL,))
-      product = skinny.matmul(x.reshape(-1, depth), panels, scale)
-      return product[:, : self.features].reshape(*rows, self.features)
-    kernel, scale = self._kernel_and_scale((depth, self.features), (*groups, self.features))
-    if groups:
-      return grouped_matmul(x, kernel, scale, dtype)
-    product = matmul(x.astype(dtype), kernel.astype(dtype))
-    return product if scale is None else product * scale.astype(dtype)
-
-  def _kernel_and_scale(self, shape: tuple[int, ...], scales: tuple[int, ...]) -> tuple[Any, Any]:
-    """Return the matrix; and, if it is quantized, its scales, whose shape is given."""
-    if self.config.weights == "float":
-      return self.param("kernel", self.kernel_init, shape), None
-    kernel = self.param("kernel", nn.initializers.zeros, shape, jnp.dtype(self.config.weights))
-    return kernel, self.param("kernel_scale", nn.initializers.ones, scales, jnp.float32)
+    layout = self.config.layout
+    depth = (x.x if isinstance(x, Normed) else x).shape[-1]
+    shape, shape_of_scales = layout.matrix_shapes(depth, self.features)
+    if layout.is_quantized:
+      kernel = self.param("kernel", nn.initializers.zeros, shape, jnp.dtype(layout.weights))
+      ones = nn.initializers.ones
+      scales = self.param("kernel_scale", ones, shape_of_scales, jnp.float32)
+    else:
+      kernel, scales = self.param("kernel", self.kernel_init, shape), None
+    return layout.matmul(x, kernel, scales, self.features, self.dtype, residual)
 
 
 class Logits(Dense):
@@ -145,11 +98,6 @@ class Logits(Dense):
     return others.at[..., tokens].set(logits, mode="drop", unique_indices=True)
 
 
-def soft_cap(logits: Float[Array, "*shape"], cap: float | None) -> Float[Array, "*shape"]:
-  """Return logits that are limited to (-cap, cap); unchanged if `cap` is None."""
-  return logits if cap is None else cap * jnp.tanh(logits / cap)
-
-
 class RMSNorm(nn.Module):
   """T5's RMS norm, without mean subtraction or bias; the mean square is computed in float32.
 
@@ -162,14 +110,9 @@ class RMSNorm(nn.Module):
   @nn.compact
   def __call__(self, x: Float[Array, "*batch E"]) -> Float[Array, "*batch E"] | Normed:
     scale = self.param("scale", nn.initializers.ones, (x.shape[-1],), jnp.float32)
-    if self.config.kernels == "skinny":
-      rows = x.reshape(-1, x.shape[-1])
-      return skinny.rms_norm(rows, scale.astype(jnp.float32)).reshape(x.shape)
     if self.deferred:
       return Normed(x, scale.astype(jnp.float32))
-    x = x.astype(jnp.float32)
-    x = x * gpu.inverse_rms(jnp.mean(jnp.square(x), axis=-1, keepdims=True))
-    return x.astype(self.config.dtype) * scale.astype(self.config.dtype)
+    return self.config.layout.rms_norm(x, scale)
 
 
 class LayerNorm(nn.Module):
@@ -181,14 +124,7 @@ class LayerNorm(nn.Module):
   def __call__(self, x: Float[Array, "*batch E"]) -> Float[Array, "*batch E"]:
     scale = self.param("scale", nn.initializers.ones, (x.shape[-1],), jnp.float32)
     bias = self.param("bias", nn.initializers.zeros, (x.shape[-1],), jnp.float32)
-    if self.config.kernels == "skinny":
-      rows = x.reshape(-1, x.shape[-1])
-      scale, bias = scale.astype(jnp.float32), bias.astype(jnp.float32)
-      return skinny.layer_norm(rows, scale, bias).reshape(x.shape)
-    x = x.astype(jnp.float32)
-    x = x - jnp.mean(x, axis=-1, keepdims=True)
-    x = x * lax.rsqrt(jnp.mean(jnp.square(x), axis=-1, keepdims=True) + 1e-5)
-    return (x * scale + bias).astype(self.config.activations)
+    return self.config.layout.layer_norm(x, scale, bias)
 
 
 def norm(config: TransformerConfig, deferred: bool = False) -> nn.Module:
@@ -202,7 +138,7 @@ def norms(
   """Return functions that make the norms before and after a block; see `norm_position`."""
   position = config.norm_position
   return (
-    lambda: norm(config, config.kernels == "gpu") if position in ("before", "both") else None,
+    lambda: norm(config, config.layout.fuses_blocks) if position in ("before", "both") else None,
     lambda: norm(config) if position in ("after", "both") else None,
   )
 
@@ -230,7 +166,7 @@ def residual_of(
   config: TransformerConfig, x: Float[Array, "*batch E"], after: nn.Module | None
 ) -> Float[Array, "*batch E"] | None:
   """Return the residual stream if the last matmul of a block adds it, instead of `add_block`."""
-  return x if config.kernels == "gpu" and after is None else None
+  return x if config.layout.fuses_blocks and after is None else None
 
 
 class Embed(nn.Embed):
@@ -244,7 +180,7 @@ def embedder(config: TransformerConfig) -> Embed:
   """Return the module of a model's token embeddings."""
   init = nn.initializers.normal(config.embedding_std)
   shape = config.table_size, config.emb_dim
-  return Embed(*shape, dtype=config.activations, embedding_init=init)
+  return Embed(*shape, dtype=config.layout.activations, embedding_init=init)
 
 
 class Dropout(nn.Module):
@@ -318,27 +254,12 @@ class Attention(nn.Module):
     """Attend to keys and values, with a bias that is added to the attention logits."""
     cfg = self.config
     keys, values = jnp.split(keys_values[0], 2, axis=1) if len(keys_values) == 1 else keys_values
-    if cfg.kernels == "skinny":
-      mixed = skinny.attend(queries.swapaxes(1, 2), keys, values, bias, MASKED, cfg.attention_cap)
-      return self.out(mixed.reshape(*mixed.shape[:2], -1))
-    # Each head of keys and values serves R heads of queries, so their queries are R * K rows.
-    batch, heads, block, dim = queries.shape
-    grouped = queries.reshape(batch, cfg.kv_heads, -1, dim)
-    # XLA for GPUs fuses reductions, but not matmuls, with the rest of attention.
-    reduces = cfg.kernels == "gpu" and 1 < grouped.shape[2] <= gpu.MAX_REDUCED_ROWS
-    if reduces:
-      logits = (grouped[:, :, :, None] * keys[:, :, None]).sum(axis=-1)
-    else:
-      logits = jnp.einsum("bgqd,bgtd->bgqt", grouped, keys)
-    logits = soft_cap(logits.reshape(batch, heads, block, -1), cfg.attention_cap)
-    weights = nn.softmax(logits + bias.astype(logits.dtype))
-    weights = self.dropout(weights, deterministic).reshape(*grouped.shape[:3], -1)
-    if reduces:
-      mixed = (weights[..., None] * values[:, :, None]).sum(axis=3).swapaxes(1, 2)
-    else:
-      mixed = jnp.einsum("bgqt,bgtd->bqgd", weights, values)  # [B, R * K, G, D]
-    mixed = mixed.reshape(batch, -1, block, cfg.kv_heads, dim).transpose(0, 2, 3, 1, 4)
-    return self.out(mixed.reshape(batch, block, -1), residual)
+
+    def dropout(weights: Float[Array, "B H K T"]) -> Float[Array, "B H K T"]:
+      return self.dropout(weights, deterministic)
+
+    mixed = cfg.layout.attend(queries, keys, values, bias, cfg.attention_cap, dropout)
+    return self.out(mixed, residual)
 
   def to_source(
     self,
@@ -365,7 +286,7 @@ class Attention(nn.Module):
     # Without the barrier, the TPU compiler propagates the layout of the result through the matmul
     # to its matrix, and each step copies the matrix to a different layout. The CPU compiler drops
     # the barrier. On a GPU, it would prevent the fusion of the matmul with what follows.
-    x = x if cfg.kernels == "gpu" else lax.optimization_barrier(x)
+    x = x if cfg.layout.kernels == "gpu" else lax.optimization_barrier(x)
     return x.reshape(*x.shape[:2], -1, cfg.head_dim).swapaxes(1, 2)
 
 
@@ -383,7 +304,7 @@ class Mlp(nn.Module):
   ) -> Float[Array, "B K E"]:
     cfg = self.config
     activation = _ACTIVATIONS[cfg.activation]
-    if cfg.gated and cfg.fused:
+    if cfg.gated and cfg.layout.fused:
       gate, linear = jnp.split(Dense(cfg, 2 * cfg.mlp_dim, name="wi")(x), 2, axis=-1)
       h = activation(gate) * linear
     elif cfg.gated:
@@ -471,7 +392,7 @@ class RelativePositionBias(nn.Module):
     reach = self.max_distance
     buckets = jnp.asarray(self._bucket(np.arange(-reach, reach + 1)))
     bucket = buckets[jnp.clip(distance, -reach, reach) + reach]
-    return jnp.moveaxis(table.T[bucket], -1, 1).astype(self.config.activations)
+    return jnp.moveaxis(table.T[bucket], -1, 1).astype(self.config.layout.activations)
 
   def _bucket(self, distance: np.ndarray) -> np.ndarray:
     """Return the bucket of each distance. A distance is key position minus query position."""

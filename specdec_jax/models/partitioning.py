@@ -12,11 +12,11 @@ from typing import Any
 import jax
 from jax import Array, lax
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
-from jaxtyping import Float, Int, Key
+from jaxtyping import Float, Int
 
 from specdec_jax.core.context import Context
 from specdec_jax.core.trees import AnyTree, NodeLayout
-from specdec_jax.core.types import DraftOptions, Outcome, Proposal, WrappedDraft, WrappedModel
+from specdec_jax.core.types import DraftOptions, Keys, Outcome, Proposal, WrappedDraft, WrappedModel
 from specdec_jax.errors import InputError, require_count
 from specdec_jax.models.config import T5Config, TransformerConfig
 from specdec_jax.models.families import config_of
@@ -170,9 +170,7 @@ class PartitionedDraft(WrappedDraft):
   def init(self, params: Any, context: Context, hidden: Float[Array, "B C E"]) -> Any:
     return self._placed(self.draft.init(params, context, hidden))
 
-  def propose(
-    self, params: Any, state: Any, context: Context, rng: Key[Array, " B"]
-  ) -> tuple[Proposal, Any]:
+  def propose(self, params: Any, state: Any, context: Context, rng: Keys) -> tuple[Proposal, Any]:
     proposal, state = self.draft.propose(params, state, context, rng)
     return self._placed(proposal), self._placed(state)
 

@@ -4,7 +4,6 @@ An int8 column has one scale. In int4, each group of gcd(E, 128) entries of a co
 """
 
 import math
-from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
@@ -46,15 +45,3 @@ def column_scales(
 def _grouped(kernel: Float[np.ndarray, "E F"], weights: str) -> np.ndarray:
   depth, width = kernel.shape
   return np.asarray(kernel, np.float32).reshape(*num_groups(weights, depth), -1, width)
-
-
-def param_dtype(path: tuple[Any, ...], array: Any, config: Any) -> Any:
-  """Return the dtype of a parameter in memory.
-
-  It is `config.dtype`, except for quantized matrices, their float32 scales and token ids. Token
-  embeddings have the dtype of activations: XLA for CPUs cannot look up rows of a bfloat16 table,
-  and would convert the whole table to float32 for each text.
-  """
-  if jnp.issubdtype(array.dtype, jnp.integer) or path[-1].key == "kernel_scale":
-    return array.dtype
-  return config.activations if path[-1].key == "embedding" else config.dtype

@@ -45,7 +45,7 @@ class EncoderLayer(nn.Module):
     if self.config.bias_per_layer:
       self.relpos_bias = RelativePositionBias(self.config, bidirectional=True)
     self.pre_attention_layer_norm = before()
-    self.attention = Attention(self.config, self.config.fused)
+    self.attention = Attention(self.config, self.config.layout.fused)
     self.post_attention_layer_norm = after()
     self.pre_mlp_layer_norm = before()
     self.mlp = Mlp(self.config)
@@ -186,4 +186,4 @@ class T5Model(TransformerModel):
       cross_bias=cross_bias,
     )
     width = config.emb_dim * max(1, len(self.feature_layers))
-    return jnp.zeros((batch, 1, width), config.activations), cache
+    return jnp.zeros((batch, 1, width), config.layout.activations), cache

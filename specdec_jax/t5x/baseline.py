@@ -15,8 +15,9 @@ from specdec_jax.core.sampling import Sampling
 from specdec_jax.core.types import DecodeResult, Rounds
 from specdec_jax.errors import InputError
 from specdec_jax.measure.speed import Baseline
-from specdec_jax.models.config import T5Config, named_dtype
+from specdec_jax.models.config import T5Config
 from specdec_jax.models.families import init_params
+from specdec_jax.models.layout import Layout, named_dtype
 from specdec_jax.models.simulated import SimulatedModel
 from specdec_jax.pair import Pair
 from specdec_jax.t5x.networks import t5x_network
@@ -95,7 +96,7 @@ def t5x_baseline(pair: Pair) -> Baseline:
   config = model.model.config if stored is None else stored.config
   if not isinstance(config, T5Config):
     raise InputError(f"{pair.target.name} is no T5, which is what t5x is timed with here.")
-  config = dataclasses.replace(config, dtype=named_dtype(pair.dtype), fused=False, kernels="xla")
+  config = dataclasses.replace(config, layout=Layout(dtype=named_dtype(pair.dtype)))
   params = _random_params(config) if stored is None else stored.load(config)
   decode = functools.partial(t5x_decode, config, params, eos_id=-1 if is_simulated else 1)
   return Baseline("t5x", decode)
@@ -104,4 +105,4 @@ def t5x_baseline(pair: Pair) -> Baseline:
 @functools.partial(jax.jit, static_argnames="config")
 def _random_params(config: T5Config) -> Any:
   params = init_params(config, jax.random.key(0))
-  return jax.tree.map(lambda x: x.astype(config.dtype), params)
+  return jax.tree.map(lambda x: x.astype(config.layout.dtype), params)

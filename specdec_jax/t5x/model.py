@@ -26,7 +26,15 @@ from specdec_jax.core.decode import Decoder
 from specdec_jax.core.processors import ForcedPrefix, LogitsProcessor, Processors, process
 from specdec_jax.core.sampling import Sampling, distribution
 from specdec_jax.core.trees import Tree, chain
-from specdec_jax.core.types import AnyArray, DecodeResult, DraftOptions, Params, Proposal, Verifier
+from specdec_jax.core.types import (
+  AnyArray,
+  DecodeResult,
+  DraftOptions,
+  Keys,
+  Params,
+  Proposal,
+  Verifier,
+)
 from specdec_jax.core.verify.tokens import TokenVerifier
 from specdec_jax.drafts.model import ModelDraft
 from specdec_jax.errors import InputError, require_count
@@ -112,9 +120,7 @@ class _Draft(ModelDraft):
   in every draft step.
   """
 
-  def propose(
-    self, params: Any, state: Any, context: Context, rng: Key[Array, " B"]
-  ) -> tuple[Proposal, Any]:
+  def propose(self, params: Any, state: Any, context: Context, rng: Keys) -> tuple[Proposal, Any]:
     proposal, state = super().propose(params, state, context, rng)
     if proposal.q is None:
       return proposal, state

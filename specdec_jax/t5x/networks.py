@@ -11,6 +11,7 @@ from t5x.examples.t5 import network
 from specdec_jax.data.vocabularies import count_extra_ids
 from specdec_jax.errors import InputError
 from specdec_jax.models.config import T5Config
+from specdec_jax.models.layout import Layout
 
 
 def same_config(module: nn.Module) -> T5Config:
@@ -38,7 +39,7 @@ def same_config(module: nn.Module) -> T5Config:
     gated=bool(linear),
     activation=activation,
     tied_logits=config.logits_via_embedding,
-    dtype=jnp.dtype(config.dtype),
+    layout=Layout(dtype=jnp.dtype(config.dtype)),
   )
 
 
@@ -51,7 +52,7 @@ def t5x_network(config: T5Config) -> network.Transformer:
   return network.Transformer(
     network.T5Config(
       vocab_size=config.table_size,
-      dtype=config.dtype,
+      dtype=config.layout.dtype,
       emb_dim=config.emb_dim,
       num_heads=config.num_heads,
       num_encoder_layers=config.num_encoder_layers,

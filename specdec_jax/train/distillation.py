@@ -25,6 +25,7 @@ from specdec_jax.data.vocabulary import PAD_ID, Vocabulary, padded
 from specdec_jax.errors import InputError
 from specdec_jax.load import load_model
 from specdec_jax.models.families import Config, model_of, module_of
+from specdec_jax.models.layout import for_device
 from specdec_jax.models.partitioning import PartitionedModel, make_mesh, param_shardings
 from specdec_jax.train.batches import Batch, ParallelText, epoch_batches, padded_batches
 from specdec_jax.train.objectives import teacher_forced
@@ -128,7 +129,8 @@ def open_teacher(path: str, vocabulary: Vocabulary, model_parallel: int) -> Teac
   """Load a checkpoint of any format as a teacher that is sharded across this host's devices."""
   mesh = make_mesh(model_parallel)
   shardings = functools.partial(param_shardings, mesh=mesh)
-  model, params = load_model("target", open_checkpoint(path), vocabulary, shardings=shardings)
+  layout = for_device(kernels="xla")
+  model, params = load_model("target", open_checkpoint(path), vocabulary, layout, shardings)
   return Teacher(vocabulary, model.config, params, mesh)
 
 

@@ -92,10 +92,15 @@ def main() -> None:
   from experiments.gpu.kernels import report
   from experiments.tpu_v4.compile import CompileSettings, described, programs
   from specdec_jax.core.sampling import Sampling
+  from specdec_jax.models.layout import Layout
   from specdec_jax.models.sizes import t5_config
 
   _, devices = described("h100:1")
-  small = t5_config("small", dtype=jnp.bfloat16, fused=True, num_encoder_layers=1, kernels="gpu")
+  small = t5_config(
+    "small",
+    layout=Layout(dtype=jnp.bfloat16, fused=True, kernels="gpu"),
+    num_encoder_layers=1,
+  )
   one, two = (dataclasses.replace(small, num_decoder_layers=layers) for layers in (1, 2))
   settings = CompileSettings(4, source_tokens=40, sampling=Sampling(0.0))
   names = "draft step", "round"

@@ -28,7 +28,7 @@ def deep(of, num_layers: int = 3) -> Pair:
   pair = of()
   config = dataclasses.replace(pair.target.model.config, num_decoder_layers=num_layers)
   # Without kernels, so that parameters need no packing.
-  config = dataclasses.replace(config, kernels="xla", fused=False)
+  config = config.with_layout(kernels="xla", fused=False)
   params = tiny_pair.random_params(config, 5)
   return tiny_pair.changed(pair, model=model_of(config), params=params)
 

@@ -37,11 +37,12 @@ def main(part: str) -> None:
   from specdec_jax.core.sampling import Sampling
   from specdec_jax.core.trees import DynamicTree
   from specdec_jax.drafts.heads import new_head
+  from specdec_jax.models.layout import Layout
   from specdec_jax.models.sizes import t5_config
   from specdec_jax.theory import best_tree
 
   _, devices = tpu_compile.described("v4:2x2x1")
-  xxl, small = (t5_config(size, dtype=jnp.bfloat16) for size in ("xxl", "small"))
+  xxl, small = (t5_config(size, layout=Layout(dtype=jnp.bfloat16)) for size in ("xxl", "small"))
   # Of full width, so that copies of a layer are as large, but with few layers, to compile sooner.
   shallow_target, shallow_draft = (
     dataclasses.replace(config, num_encoder_layers=layers, num_decoder_layers=layers)
@@ -80,7 +81,8 @@ def main(part: str) -> None:
     reports = {}
     for family, fields in options.items():
       target, draft = (
-        tiny.config(layers=layers, dtype=jnp.bfloat16, **fields | sizes) for layers in (2, 1)
+        tiny.config(layers=layers, layout=Layout(dtype=jnp.bfloat16), **fields | sizes)
+        for layers in (2, 1)
       )
       reports[family] = examined_hbm(tpu_compile.programs(target, draft, devices[:1]), *steps)
     return reports

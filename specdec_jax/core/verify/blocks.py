@@ -23,12 +23,12 @@ import dataclasses
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
-from jaxtyping import Float, Int, Key
+from jaxtyping import Float, Int
 
 from specdec_jax.core.arrays import gather_one, gather_token, split_rows, take, uniform_rows
 from specdec_jax.core.sampling import Sampling, argmax, distribution, sample
 from specdec_jax.core.trees import AnyTree, Tree, path_to, require_static
-from specdec_jax.core.types import Proposal, Verification, Verifier
+from specdec_jax.core.types import Keys, Proposal, Verification, Verifier
 from specdec_jax.core.verify.tokens import follow, validated_q
 
 
@@ -39,7 +39,7 @@ class BlockVerifier(Verifier):
   sampling: Sampling
 
   def verify(
-    self, rng: Key[Array, " B"], tree: AnyTree, proposal: Proposal, logits: Float[Array, "B K V"]
+    self, rng: Keys, tree: AnyTree, proposal: Proposal, logits: Float[Array, "B K V"]
   ) -> Verification:
     tree = require_static("block verification", tree)
     if self.sampling.is_argmax:
@@ -47,9 +47,7 @@ class BlockVerifier(Verifier):
     return traverse(rng, tree, proposal, distribution(logits, self.sampling))
 
 
-def traverse(
-  rng: Key[Array, " B"], tree: Tree, proposal: Proposal, p: Float[Array, "B K V"]
-) -> Verification:
+def traverse(rng: Keys, tree: Tree, proposal: Proposal, p: Float[Array, "B K V"]) -> Verification:
   """Verify draft tokens so that emitted tokens have the target's distribution."""
   q = validated_q(tree, proposal, p)
   accept_rng, next_rng = split_rows(rng)

@@ -11,12 +11,12 @@ import math
 
 import jax.numpy as jnp
 from jax import Array
-from jaxtyping import Bool, Float, Key
+from jaxtyping import Bool, Float
 
 from specdec_jax.core.arrays import gather_one, gather_token, take
 from specdec_jax.core.sampling import Sampling, distribution, sample
 from specdec_jax.core.trees import AnyTree, path_to, require_static
-from specdec_jax.core.types import Proposal, Verification, Verifier
+from specdec_jax.core.types import Keys, Proposal, Verification, Verifier
 from specdec_jax.core.verify.tokens import normalised, residual, validated_q
 from specdec_jax.errors import require_number
 
@@ -43,7 +43,7 @@ class AcceptableTokens(Verifier):
     return jnp.where(acceptable, p, 0.0)
 
   def verify(
-    self, rng: Key[Array, " B"], tree: AnyTree, proposal: Proposal, logits: Float[Array, "B K V"]
+    self, rng: Keys, tree: AnyTree, proposal: Proposal, logits: Float[Array, "B K V"]
   ) -> Verification:
     tree, p = require_static("a lossy verifier", tree), distribution(logits, self.sampling)
     validated_q(tree, proposal, p)  # checks the shapes

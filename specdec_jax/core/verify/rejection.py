@@ -15,12 +15,12 @@ import dataclasses
 
 import jax.numpy as jnp
 from jax import Array
-from jaxtyping import Float, Int, Key
+from jaxtyping import Float, Int
 
 from specdec_jax.core.arrays import gather_one, gather_token, split_rows, take, uniform_rows
 from specdec_jax.core.sampling import Sampling, distribution, sample
 from specdec_jax.core.trees import AnyTree, Tree, require_static
-from specdec_jax.core.types import Proposal, Verification, Verifier
+from specdec_jax.core.types import Keys, Proposal, Verification, Verifier
 from specdec_jax.core.verify.tokens import accepted_path, validated_q
 
 
@@ -35,7 +35,7 @@ class RejectionVerifier(Verifier):
   needs_independent_siblings = True
 
   def verify(
-    self, rng: Key[Array, " B"], tree: AnyTree, proposal: Proposal, logits: Float[Array, "B K V"]
+    self, rng: Keys, tree: AnyTree, proposal: Proposal, logits: Float[Array, "B K V"]
   ) -> Verification:
     tree, p = require_static("rejection sampling", tree), distribution(logits, self.sampling)
     q = validated_q(tree, proposal, p)

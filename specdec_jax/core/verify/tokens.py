@@ -18,13 +18,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
-from jaxtyping import Bool, Float, Int, Key
+from jaxtyping import Bool, Float, Int
 
 from specdec_jax.core import arrays
 from specdec_jax.core.arrays import gather_one, gather_token, split_rows, take, uniform_rows
 from specdec_jax.core.sampling import Sampling, argmax, distribution, sample
 from specdec_jax.core.trees import AnyTree, DynamicTree, Tree, path_to, require_static
-from specdec_jax.core.types import Proposal, Verification, Verifier
+from specdec_jax.core.types import Keys, Proposal, Verification, Verifier
 from specdec_jax.errors import InputError, require_number
 
 
@@ -53,7 +53,7 @@ class TokenVerifier(Verifier):
     return self if lenience == 1 else dataclasses.replace(self, lenience=lenience)
 
   def verify(
-    self, rng: Key[Array, " B"], tree: AnyTree, proposal: Proposal, logits: Float[Array, "B K V"]
+    self, rng: Keys, tree: AnyTree, proposal: Proposal, logits: Float[Array, "B K V"]
   ) -> Verification:
     if self.sampling.is_argmax and self.lenience == 1:
       return follow(tree, proposal.tokens, argmax(logits))
@@ -71,7 +71,7 @@ class TokenVerifier(Verifier):
 
 
 def verify(
-  rng: Key[Array, " B"],
+  rng: Keys,
   tree: Tree,
   proposal: Proposal,
   p: Float[Array, "B K V"],

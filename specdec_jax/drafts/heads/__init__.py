@@ -10,6 +10,7 @@ from specdec_jax.drafts.heads.base import DraftHead
 from specdec_jax.errors import InputError
 from specdec_jax.models import families
 from specdec_jax.models.config import TransformerConfig
+from specdec_jax.models.layout import Layout
 from specdec_jax.registry import HEADS, imported
 
 AnyConfig = families.Config | DraftHead
@@ -22,7 +23,6 @@ _OF_TARGET = (
   "num_heads",
   "num_kv_heads",
   "head_dim",
-  "dtype",
   "eos_id",
   "start_id",
   "pad_id",
@@ -62,6 +62,7 @@ def new_head(target: TransformerConfig, kind: str = "parallel", **settings: Any)
   if "num_heads" in given:
     given.setdefault("num_kv_heads", None)
   shared: dict[str, Any] = {name: getattr(target, name) for name in _OF_TARGET}
+  shared["layout"] = Layout(dtype=target.layout.dtype)
   head = chosen(**{"kind": kind, "state_dim": target.emb_dim, **shared, **given})
   if features := head.feature_layers:
     head = dataclasses.replace(head, state_dim=target.emb_dim * len(features))

@@ -29,7 +29,7 @@ class ParallelModule(StatelessModule):
     self.layers = [SourceLayer(cfg) for _ in range(cfg.num_decoder_layers)]
     self.logits_dense = Logits(cfg, cfg.output_size)
     self.mix, self.recur = Dense(cfg, cfg.rank), Dense(cfg, cfg.rank, biases=False)
-    self.before = Embed(cfg.table_size, cfg.rank, dtype=cfg.activations)
+    self.before = Embed(cfg.table_size, cfg.rank, dtype=cfg.layout.activations)
     self.correction = Logits(cfg, cfg.output_size)
 
   def begin(self, hidden, last_token, depth, source, project):

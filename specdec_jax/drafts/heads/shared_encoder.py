@@ -31,7 +31,7 @@ from specdec_jax.core.arrays import gather, write_slots
 from specdec_jax.core.context import Context
 from specdec_jax.core.sampling import Sampling
 from specdec_jax.core.trees import AnyTree, DynamicTree, NodeLayout, NodePlacement
-from specdec_jax.core.types import Draft, DraftOptions, Outcome, Proposal
+from specdec_jax.core.types import Draft, DraftOptions, Keys, Outcome, Proposal
 from specdec_jax.drafts.dynamic import DynamicDraft
 from specdec_jax.drafts.heads.base import (
   DraftHead,
@@ -135,7 +135,9 @@ class SharedEncoderT5(T5):
     self, hidden: Float[Array, "*batch E"], offsets: Int[Array, "*offsets"] | int
   ) -> Float[Array, "*tokens d"]:
     """Return the conditioning by target states, and by offsets from the start of the round."""
-    embedded = self.age[jnp.minimum(offsets, len(self.age) - 1)].astype(self.config.activations)
+    embedded = self.age[jnp.minimum(offsets, len(self.age) - 1)].astype(
+      self.config.layout.activations
+    )
     return self.state(self.state_norm(hidden)) + embedded
 
   def after_each(
@@ -229,7 +231,7 @@ class SharedEncoderModel(T5Model):
       layers=empty_slots(config, batch, num_slots),
       cross=cache.cross[-config.num_decoder_layers :],
       cross_bias=cache.cross_bias,
-      conditioning=jnp.zeros((batch, num_slots, config.emb_dim), config.activations),
+      conditioning=jnp.zeros((batch, num_slots, config.emb_dim), config.layout.activations),
     )
 
   def condition(
@@ -338,9 +340,7 @@ class DynamicSharedEncoderDraft(DynamicDraft):
   def empty_cache(self, params: Any, context: Context, num_slots: int) -> Cache:
     return self.model.empty_cache(context, num_slots)
 
-  def propose(
-    self, params: Any, state: Any, context: Context, rng: Key[Array, " B"]
-  ) -> tuple[Proposal, Any]:
+  def propose(self, params: Any, state: Any, context: Context, rng: Keys) -> tuple[Proposal, Any]:
     cache, processed = state
     # The processed nodes: the last committed token, then `width` nodes per level.
     offsets = jnp.array([0, *np.repeat(np.arange(1, self.tree.depth), self.width)])

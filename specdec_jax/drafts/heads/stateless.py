@@ -23,7 +23,7 @@ from specdec_jax.core.arrays import gather, take
 from specdec_jax.core.context import Context
 from specdec_jax.core.sampling import Sampling
 from specdec_jax.core.trees import AnyTree, DynamicTree, Tree
-from specdec_jax.core.types import Draft, DraftOptions, Proposal
+from specdec_jax.core.types import Draft, DraftOptions, Keys, Proposal
 from specdec_jax.drafts.dynamic import grow, require_candidates
 from specdec_jax.drafts.heads.base import (
   DraftHead,
@@ -153,7 +153,7 @@ class LevelwiseDraft(Draft):
     step: Callable[[Array, int, Array], tuple[Array, Array]],
     states: Float[Array, "B 1 d"],
     context: Context,
-    rng: Key[Array, " B"],
+    rng: Keys,
   ) -> Proposal:
     """Propose the tree, one level at a time.
 
@@ -183,9 +183,7 @@ class SpeculatorDraft(LevelwiseDraft):
 
   target: Config
 
-  def propose(
-    self, params: Any, state: Any, context: Context, rng: Key[Array, " B"]
-  ) -> tuple[Proposal, Any]:
+  def propose(self, params: Any, state: Any, context: Context, rng: Keys) -> tuple[Proposal, Any]:
     source = source_of(self.head, context)
     module, variables = self.head.module, {"params": params[0]}
     plan, states = module.apply(
