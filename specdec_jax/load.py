@@ -34,7 +34,6 @@ from specdec_jax.drafts.other_vocabulary import OtherVocabularyModel, other_voca
 from specdec_jax.errors import InputError, require_count
 from specdec_jax.models.families import Config, config_of, model_of
 from specdec_jax.models.layout import Layout, Weights, for_device
-from specdec_jax.models.quantization import LARGEST
 from specdec_jax.pair import Pair
 from specdec_jax.xla import default_cache_dir, enable_compile_cache
 
@@ -131,51 +130,30 @@ def load_pair(
   if callable(draft) and not is_in_memory(draft):
     drafted = draft(loaded)
   else:
-    opened = _open_draft(draft)
-    if isinstance(opened.config, DraftHead):
-      drafted = speculator(loaded, opened.path)
-    else:
-      drafting, draft_params = load_model(
-        "draft",
-        opened,
-        vocabulary,
-        for_device(
-          dtype,
-          "xla" if draft_shardings else kernels,
-          draft_weights or (weights if weights in LARGEST else None),
-        ),
-        draft_shardings,
-        params,
-      )
-      if drafting.config.has_encoder != model.config.has_encoder:
-        raise InputError(
-          f"Of {checkpoint.path} and {opened.path} one is decoder-only and the other is not; "
-          "target and draft must be of one kind."
-        )
-      name = draft_name(opened.name, drafting.config)
-      make = functools.partial(model_draft, drafting)
-      drafted = DraftSpec(name, make, draft_params, opened.recorded_path)
+    drafted = checkpoint_draft(
+      loaded, draft, dtype, kernels, draft_weights, shardings=draft_shardings
+    )
   if max_source_tokens is None:
     max_source_tokens = num_positions(model) or 512
   task = EMBEDDED.name if task is None and bundled else task
-  verify = registry.verifier(verifier) if isinstance(verifier, str) else verifier
-  return Pair(loaded, drafted, verify, task, max_source_tokens)
+  return Pair(loaded, drafted, registry.verifier(verifier), task, max_source_tokens)
 
 
 def checkpoint_draft(
   target: Loaded,
-  model: str = str(EMBEDDED / "draft"),
+  model: Any = str(EMBEDDED / "draft"),
   dtype: str | None = None,
   kernels: str = "auto",
   weights: Weights | None = None,
   output_tokens: OutputTokens | None = None,
   vocabulary: str | None = None,
+  shardings: ShardingsFn = None,
 ) -> DraftSpec:
   """Load a model or a draft head from a checkpoint as a draft, for example for a composed draft.
 
   Args:
-    model: checkpoint of the model, or its name on the Hugging Face Hub; by default the separate
-      draft model of the bundled target. A head has no `dtype`, `kernels` and `vocabulary`.
+    model: see `draft` of `load_pair`; by default the separate draft model of the bundled target. A
+      head has no `dtype`, `kernels`, `vocabulary` and `shardings`.
     dtype: see `load_pair`; by default the target's.
     kernels: see `load_pair`.
     weights: see `draft_weights` of `load_pair`.
@@ -184,20 +162,27 @@ def checkpoint_draft(
     vocabulary: the model's own vocabulary, if it is not that of the pair: path of the file, or a
       Hugging Face folder or name. The draft then proposes the tokens that both vocabularies have
       (`drafts.other_vocabulary`).
+    shardings: see `load_pair`.
   """
   opened = _open_draft(model)
   if isinstance(opened.config, DraftHead):
-    return speculator(target, model, weights, output_tokens)
+    return speculator(target, opened.path, weights, output_tokens)
   own = config_of(target.model)
   layout = Layout() if own is None else own.layout
-  dtype = _of_device(dtype or jnp.dtype(layout.dtype).name)
-  layout = for_device(dtype, kernels, weights or (layout.weights if layout.is_quantized else None))
+  layout = for_device(
+    _of_device(dtype or jnp.dtype(layout.dtype).name),
+    "xla" if shardings else kernels,
+    weights or (layout.weights if layout.is_quantized else None),
+  )
   words = opened.open_vocabulary(vocabulary) if vocabulary else target.vocabulary
   tokens = output_tokens and output_tokens(words)
-  drafting, params = load_model(
-    "draft", opened, words, layout, other_arrays=target.params, output_tokens=tokens
-  )
+  drafting, params = load_model("draft", opened, words, layout, shardings, target.params, tokens)
   config = drafting.config
+  if vocabulary is None and own is not None and own.has_encoder != config.has_encoder:
+    raise InputError(
+      f"Of {target.name} and {opened.path} one is decoder-only and the other is not; target and "
+      "draft must be of one kind."
+    )
   name = draft_name(opened.name, config)
   if vocabulary is not None:
     own = require_config(target)

@@ -75,11 +75,10 @@ def random_pair(
       weights=weights if draft_weights is None else draft_weights,
       num_output_tokens=num_output_tokens,
     )
-  verify = registry.verifier(verifier) if isinstance(verifier, str) else verifier
   return Pair(
     loaded,
     draft(loaded),
-    verify,
+    registry.verifier(verifier),
     task=f"simulated, alpha {model.alpha:g}",
     max_source_tokens=max_source_tokens,
   )

@@ -191,17 +191,19 @@ def imported(path: str) -> Any:
   return getattr(importlib.import_module(module), name)
 
 
-def draft(name: str, **settings: Any) -> LoadsDraft:
+def draft(name: str | LoadsDraft, **settings: Any) -> LoadsDraft:
   """Return the function that loads a draft for a target.
 
   Args:
-    name: a name in `DRAFTS`, or a checkpoint.
+    name: a name in `DRAFTS`, or a checkpoint; or such a function, which is returned.
     settings: parameters of the draft, or of the drafts that it consists of; each draft takes those
       that it has. Parameters that load a draft may be names, too.
 
   Raises:
     InputError: none of the drafts has one of the settings, or one is missing.
   """
+  if not isinstance(name, str):
+    return name
   known = draft_parameters(name, settings)
   _require_known(name, settings, known)
   if missing := [each for each, x in known.items() if x.default is inspect.Parameter.empty]:
@@ -220,17 +222,28 @@ def draft_parameters(name: str, settings: Mapping[str, Any]) -> dict[str, inspec
   return found
 
 
-def verifier(name: str, **settings: Any) -> Callable[..., Any]:
+def verifier(name: str | Callable[..., Any], **settings: Any) -> Callable[..., Any]:
   """Return a verifier by its name in `VERIFIERS`: a function from a sampling method.
+
+  Such a function is returned as it is.
 
   Raises:
     InputError: there is no such verifier, or it has none of the settings.
   """
+  if not isinstance(name, str):
+    return name
   if name not in VERIFIERS:
     raise InputError(f"There is no verifier {name!r}; there are {', '.join(VERIFIERS)}.")
   entry = VERIFIERS[name]
   _require_known(name, settings, parameters(entry.path))
   return functools.partial(imported(entry.path), **settings) if settings else imported(entry.path)
+
+
+def head(kind: str) -> type:
+  """Return the class of a kind of draft head, or raise InputError if there is none."""
+  if kind not in HEADS:
+    raise InputError(f"kind is {kind!r}; it must be one of {', '.join(map(repr, HEADS))}.")
+  return imported(HEADS[kind])
 
 
 def parameters(path: str) -> dict[str, inspect.Parameter]:

@@ -8,12 +8,13 @@ import numpy as np
 import pytest
 import tiny_pair
 
+from specdec_jax import registry
 from specdec_jax.checkpoints.checkpoint import param_shapes
 from specdec_jax.checkpoints.load import open_checkpoint
 from specdec_jax.checkpoints.save import save_model
 from specdec_jax.core.sampling import Sampling, row_keys
 from specdec_jax.core.trees import chain
-from specdec_jax.drafts.heads import head_class, new_head
+from specdec_jax.drafts.heads import new_head
 from specdec_jax.errors import InputError
 from specdec_jax.load import checkpoint_draft, frequent_tokens, load_pair, speculator
 from specdec_jax.measure.alpha import proposals
@@ -29,7 +30,7 @@ needs_kernels = pytest.mark.skipif(
   not skinny.is_available(), reason="needs a C++ compiler and a CPU, one device"
 )
 KERNELS = ["xla", "gpu", pytest.param("auto", marks=needs_kernels)]
-TARGET_LOGITS = [kind for kind in HEADS if head_class(kind).uses_target_logits]
+TARGET_LOGITS = [kind for kind in HEADS if registry.head(kind).uses_target_logits]
 
 
 def name_of(path) -> str:

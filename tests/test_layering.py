@@ -31,6 +31,16 @@ RULES = [
     "models.t5 -> specdec_jax.drafts.model.ModelDraft",
   ),
   (
+    "data|checkpoints",
+    r"specdec_jax\.(?!core|errors|models|data|checkpoints|registry|gin_files).*",
+    "checkpoints.save -> specdec_jax.drafts.heads.DraftHead",
+  ),
+  (
+    "registry|gin_files|flag_values",
+    r"specdec_jax\.(?!core|errors).*",
+    "registry -> specdec_jax.drafts.uniform",
+  ),
+  (
     "data|drafts|contrib|checkpoints|load|pair|random_models",
     r"specdec_jax\.(measure|train|exactness|batching|serve|t5x|commands|run)",
     "drafts.ngram -> specdec_jax.measure.alpha",

@@ -15,8 +15,9 @@ from specdec_jax.checkpoints.load import load_model
 from specdec_jax.checkpoints.save import save_model
 from specdec_jax.data.pieces import train_sentence_pieces, train_word_pieces
 from specdec_jax.data.vocabularies import open_vocabulary
-from specdec_jax.drafts.heads import AnyConfig, init_params
+from specdec_jax.drafts.heads import AnyConfig
 from specdec_jax.load import load_pair
+from specdec_jax.models.families import init_params
 from specdec_jax.pair import Pair
 
 _WHO = ("A man", "Two dogs", "A little girl", "The old woman", "Drei Männer", "Ein kleines Mädchen")

@@ -2,7 +2,9 @@
 
 import dataclasses
 from collections.abc import Callable, Sequence
+from typing import Any
 
+from specdec_jax import registry
 from specdec_jax.core.decode import DecodeSettings
 from specdec_jax.core.sampling import Sampling
 from specdec_jax.core.types import LoadsDraft, Verifier
@@ -52,9 +54,9 @@ def compare_drafts(
   pair: Pair,
   texts: Sequence[str],
   output_dir: str,
-  drafts: Sequence[LoadsDraft],
-  verifiers: Sequence[Callable[[Sampling], Verifier]] = (),
-  drafts_with_verifiers: Sequence[tuple[LoadsDraft, Callable[[Sampling], Verifier]]] = (),
+  drafts: Sequence[str | LoadsDraft],
+  verifiers: Sequence[str | Callable[[Sampling], Verifier]] = (),
+  drafts_with_verifiers: Sequence[tuple[str | LoadsDraft, Any]] = (),
   gamma: int = 5,
   temperatures: Sequence[float] = (0.0, 1.0),
   batch_size: int = 1,
@@ -68,11 +70,11 @@ def compare_drafts(
     pair: target, and the draft that is measured first.
     texts: sources.
     output_dir: folder for the files; settings recorded there already are not measured again.
-    drafts: functions that load the other drafts.
-    verifiers: other verifiers for the draft of the pair. Each is a `Verifier` class or a
-      function from a sampling method to a verifier. They are measured only at temperatures above 0,
-      because all exact verifiers accept the same tokens at temperature 0.
-    drafts_with_verifiers: pairs of a function that loads a draft and a verifier for this draft.
+    drafts: names in `registry.DRAFTS`, or functions that load the other drafts.
+    verifiers: other verifiers for the draft of the pair: names in `registry.VERIFIERS`, or
+      functions from a sampling method to a verifier. They are measured only at temperatures above
+      0, because all exact verifiers accept the same tokens at temperature 0.
+    drafts_with_verifiers: pairs of a draft and a verifier for this draft.
     gamma: number of draft tokens per round, or the depth of a tree.
     temperatures: sampling temperatures; each is measured, and 0 is argmax.
     batch_size: number of texts decoded together.
@@ -85,15 +87,15 @@ def compare_drafts(
     for temperature in temperatures
   ]
   sampled = [each for each in settings if each.sampling.temperature > 0]
+
+  def changed(draft: str | LoadsDraft | None, verifier: Any) -> Pair:
+    with_draft = pair if draft is None else pair.with_draft(registry.draft(draft)(pair.target))
+    return dataclasses.replace(with_draft, verifier=registry.verifier(verifier))
+
   measurements = [(pair, settings)]
-  measurements += [
-    (dataclasses.replace(pair, verifier=verifier), sampled) for verifier in verifiers if sampled
-  ]
-  measurements += [(pair.with_draft(draft(pair.target)), settings) for draft in drafts]
-  measurements += [
-    (dataclasses.replace(pair.with_draft(draft(pair.target)), verifier=verifier), settings)
-    for draft, verifier in drafts_with_verifiers
-  ]
+  measurements += [(changed(None, verifier), sampled) for verifier in verifiers if sampled]
+  measurements += [(changed(draft, pair.verifier), settings) for draft in drafts]
+  measurements += [(changed(*both), settings) for both in drafts_with_verifiers]
   sweep(
     output_dir,
     lambda: [

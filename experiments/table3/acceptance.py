@@ -10,6 +10,7 @@ import numpy as np
 from jax import Array
 
 from experiments.autoregressive import generate
+from specdec_jax import registry
 from specdec_jax.core.counts import (
   acceptance_by_position,
   acceptance_rate,
@@ -21,7 +22,7 @@ from specdec_jax.core.counts import (
 from specdec_jax.core.decode import DecodeSettings
 from specdec_jax.core.sampling import Sampling
 from specdec_jax.core.trees import chain
-from specdec_jax.core.types import DecodeResult, DraftSpec, Loaded
+from specdec_jax.core.types import DecodeResult, LoadsDraft
 from specdec_jax.measure.alpha import mean_with_interval, measure_alpha
 from specdec_jax.measure.records import Outputs, Record, settings_to_measure
 from specdec_jax.measure.sweep import Report, Step, sweep
@@ -92,7 +93,7 @@ def acceptance(
   texts: Sequence[str],
   output_dir: str,
   samplings: Sequence[Sampling],
-  drafts: Sequence[Callable[[Loaded], DraftSpec]] = (),
+  drafts: Sequence[str | LoadsDraft] = (),
   gamma: int = 7,
   batch_size: int = 8,
   max_new_tokens: int = 64,
@@ -107,7 +108,8 @@ def acceptance(
     texts: sources. The target decodes them until it has generated `min_tokens` tokens.
     output_dir: folder for `results.jsonl`; settings recorded there already are not measured again.
     samplings: sampling methods; each is measured.
-    drafts: functions that load other drafts, which are measured after the draft of the pair.
+    drafts: other drafts, measured after that of the pair: names in `registry.DRAFTS`, or functions
+      that load one.
     gamma: number of draft tokens per round, in the rounds whose acceptance rate is measured.
     batch_size: number of texts decoded together.
     max_new_tokens: maximum number of tokens of each output.
@@ -116,7 +118,7 @@ def acceptance(
     leniences: values of the lenience l (Appendix A.5); each is measured, and 1 is exact.
   """
   pair.require_batch_size(batch_size)
-  factories = [draft(pair.target) for draft in drafts]
+  factories = [draft(pair.target) for draft in map(registry.draft, drafts)]
   pairs = [pair, *(pair.with_draft(factory) for factory in factories)]
   settings_of = functools.partial(DecodeSettings, batch_size=batch_size, seed=seed)
 

@@ -26,10 +26,10 @@ from specdec_jax.core.trees import AnyTree, DynamicTree, Tree, chain
 from specdec_jax.core.types import Loaded, Params
 from specdec_jax.core.verify.tokens import TokenVerifier
 from specdec_jax.drafts.dynamic import model_draft
-from specdec_jax.drafts.heads import AnyConfig, DraftHead, init_params
+from specdec_jax.drafts.heads import AnyConfig, DraftHead
 from specdec_jax.errors import InputError
 from specdec_jax.load import head_factory
-from specdec_jax.models.families import Config, model_of
+from specdec_jax.models.families import Config, init_params, model_of
 from specdec_jax.models.partitioning import (
   REPLICATED,
   RULES,

@@ -16,6 +16,7 @@ import numpy as np
 from jax import Array
 
 from experiments.autoregressive import generate
+from specdec_jax import registry
 from specdec_jax.commands.quickstart import show_examples
 from specdec_jax.commands.speedup import decode_examples
 from specdec_jax.core.counts import identical, num_tokens, require_finite
@@ -23,7 +24,6 @@ from specdec_jax.core.decode import DecodeSettings
 from specdec_jax.core.sampling import Sampling
 from specdec_jax.core.trees import AnyTree, DynamicTree, Tree, chain
 from specdec_jax.core.types import DecodeResult, Verifier
-from specdec_jax.core.verify.blocks import BlockVerifier
 from specdec_jax.core.verify.tokens import TokenVerifier
 from specdec_jax.measure.alpha import positional_acceptance, ratio_with_interval
 from specdec_jax.measure.costs import Costs, measure_costs
@@ -103,7 +103,7 @@ def trees(
   gammas: Sequence[int] = (3, 5, 7, 10),
   shapes: Sequence[tuple[int, int]] = ((8, 5), (16, 5), (32, 5), (64, 10)),
   dynamic: Sequence[tuple[int, int]] = ((16, 5), (32, 5), (64, 10)),
-  verifiers: Sequence[Callable[[Sampling], Verifier]] = (TokenVerifier, BlockVerifier),
+  verifiers: Sequence[str | Callable[[Sampling], Verifier]] = ("tokens", "blocks"),
   calibration_texts: int = 100,
   calibration_tokens: int = 1000,
   batch_size: int = 1,
@@ -125,7 +125,7 @@ def trees(
     shapes: (nodes, depth) of static trees; both are maximums. The rounds that are shown use the
       first static tree, or the first dynamic tree if there is no static tree.
     dynamic: (nodes, depth) of dynamic trees, which are verified with `TokenVerifier`.
-    verifiers: `Verifier` classes, or functions from a sampling method to a verifier. At
+    verifiers: names in `registry.VERIFIERS`, or functions from a sampling method to a verifier. At
       temperature 0 only the first is used, because all exact verifiers accept the same tokens.
     calibration_texts: number of texts from which trees are built.
     calibration_tokens: number of generated tokens from which trees are built. The calibration texts
@@ -139,6 +139,7 @@ def trees(
   """
   pair.require_batch_size(batch_size)
   to_calibrate, rest = texts[:calibration_texts], texts[calibration_texts:]
+  verifiers = [*map(registry.verifier, verifiers)]
   with_first_verifier = dataclasses.replace(pair, verifier=verifiers[0])
   # Filled by `steps`: settings and first tree of each sampling method, for the report.
   to_show: list[tuple[DecodeSettings, AnyTree]] = []

@@ -19,9 +19,8 @@ from specdec_jax.checkpoints.formats import LOGITS, MAX_NAMED, TABLE, Leaf, repo
 from specdec_jax.core.memory import require_memory
 from specdec_jax.data.vocabularies import find_vocabulary, open_vocabulary_of_model
 from specdec_jax.data.vocabulary import ModelTokens, Vocabulary
-from specdec_jax.drafts.heads import AnyConfig, init_params
 from specdec_jax.errors import InputError
-from specdec_jax.models.families import for_decoding
+from specdec_jax.models.families import for_decoding, init_params
 
 # A tree of `Sharding` with the structure of the parameters, or a function that returns it, given
 # their shapes and, if it has a parameter `config`, the configuration of the model.
@@ -53,15 +52,15 @@ class Checkpoint:
 
   Attributes:
     path: path or name on the Hub as the user gave it, or a description of a model in memory.
-    config: config of the model. If the format does not record the size of the vocabulary,
-      vocab_size is the number of rows of the embedding table.
+    config: `T5Config`, `GPTConfig`, or the `DraftHead` of a draft head. If the format does not
+      record the size of the vocabulary, vocab_size is the number of rows of the embedding table.
     arrays: arrays by parameter name, such as `encoder/layers_0/attention/query/kernel`.
     vocabulary: fingerprint of the vocabulary that the model was trained with, if recorded.
     folder: folder of the files, or an old T5X checkpoint's single file; None for a model in memory.
   """
 
   path: str
-  config: AnyConfig
+  config: Any
   arrays: Mapping[str, Leaf]
   vocabulary: str | None = None
   eos_ids: tuple[int, ...] = ()
@@ -103,7 +102,7 @@ class Checkpoint:
 
   def load(
     self,
-    config: AnyConfig,
+    config: Any,
     dtype: Any = None,
     shardings: Shardings = None,
     other_arrays: Any = (),
@@ -142,7 +141,7 @@ class Checkpoint:
     params = {name: _place(self.path, name, x, structs[name]) for name, x in arrays.items()}
     return traverse_util.unflatten_dict(params, sep="/")
 
-  def _leaves(self, config: AnyConfig) -> dict[str, list[Leaf]]:
+  def _leaves(self, config: Any) -> dict[str, list[Leaf]]:
     """Return, for each parameter of a model, what is concatenated along its last axis."""
     as_stored: dict[str, Any] = dict(num_output_tokens=None)
     fuse = config.layout.fused and not self.config.layout.fused
@@ -192,7 +191,7 @@ class _Array(NamedTuple):
 
 
 def _arrays(
-  config: AnyConfig, name: str, leaves: Sequence[Leaf], tokens: np.ndarray | None
+  config: Any, name: str, leaves: Sequence[Leaf], tokens: np.ndarray | None
 ) -> dict[str, _Array]:
   """Return the arrays of a parameter: itself, or its panels, integers, scales and tokens."""
   path, _, kind = name.rpartition("/")
@@ -239,7 +238,7 @@ def _place(path: str, name: str, array: _Array, struct: jax.ShapeDtypeStruct) ->
   return placed.block_until_ready()
 
 
-def make_shardings(shardings: Callable[..., Any], config: AnyConfig) -> Any:
+def make_shardings(shardings: Callable[..., Any], config: Any) -> Any:
   """Return the shardings that a user's function returns for the shapes of a model's parameters."""
   shapes = param_shapes(config)
   takes_config = "config" in inspect.signature(shardings).parameters
@@ -247,7 +246,7 @@ def make_shardings(shardings: Callable[..., Any], config: AnyConfig) -> Any:
 
 
 @functools.cache
-def param_shapes(config: AnyConfig) -> Any:
+def param_shapes(config: Any) -> Any:
   """Return the shapes and dtypes of a model's parameters as a tree of `jax.ShapeDtypeStruct`."""
   return jax.eval_shape(functools.partial(init_params, config), jax.random.key(0))
 

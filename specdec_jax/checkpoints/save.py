@@ -13,27 +13,23 @@ import numpy as np
 from flax import serialization, traverse_util
 from safetensors.numpy import save
 
+from specdec_jax import registry
 from specdec_jax.checkpoints import files
 from specdec_jax.checkpoints.checkpoint import Checkpoint
 from specdec_jax.checkpoints.families import t5
 from specdec_jax.checkpoints.formats import Leaf, read_msgpack
 from specdec_jax.checkpoints.huggingface import WEIGHTS
 from specdec_jax.core.atomic_files import atomic_write
-from specdec_jax.drafts.heads import AnyConfig, DraftHead, head_class
 from specdec_jax.errors import InputError
 from specdec_jax.models.config import GPTConfig, T5Config
 from specdec_jax.models.layout import Layout
 
 CONFIG, PARAMS = "config.json", "params.msgpack"
-_FAMILIES: dict[str, type[AnyConfig]] = {
-  "t5": T5Config,
-  "gpt": GPTConfig,
-  "head": DraftHead,
-}
+_FAMILIES = {"t5": T5Config, "gpt": GPTConfig}
 
 
 def save_model(
-  folder: str, config: AnyConfig, params: Any, vocabulary: str | None = None, dtype: Any = None
+  folder: str, config: Any, params: Any, vocabulary: str | None = None, dtype: Any = None
 ) -> None:
   """Write the config and the parameters of a model to `folder`: both files or neither.
 
@@ -53,7 +49,8 @@ def save_model(
   del fields["layout"], fields["dropout_rate"]  # of which only these describe the parameters:
   fields |= {"fused": config.layout.fused, "weights": weights}
   fields["vocabulary"] = vocabulary
-  fields["family"] = next(name for name, kind in _FAMILIES.items() if isinstance(config, kind))
+  families = [name for name, kind in _FAMILIES.items() if isinstance(config, kind)]
+  fields["family"] = families[0] if families else "head"
   params = jax.tree.map(lambda x: jax.device_get(x.astype(dtype or x.dtype)), params)
   with atomic_write(path / CONFIG) as config_file, atomic_write(path / PARAMS, "wb") as params_file:
     params_file.write(serialization.msgpack_serialize(params))
@@ -64,14 +61,14 @@ def open_folder(folder: str) -> Checkpoint:
   """Open a model that `save_model` wrote."""
   fields = files.read_json(folder, CONFIG)
   vocabulary = fields.pop("vocabulary", None)
-  family = _FAMILIES[fields.pop("family", "t5")]
-  config_type = head_class(fields["kind"]) if family is DraftHead else family
+  is_head = (family := fields.pop("family", "t5")) == "head"
+  config_type: Any = registry.head(fields["kind"]) if is_head else _FAMILIES[family]
   layout = Layout(fused=fields.pop("fused", False), weights=fields.pop("weights", "float"))
   lists = {name: tuple(x) for name, x in fields.items() if isinstance(x, list)}  # JSON has lists
   config = config_type(**fields | lists, layout=layout)
   values = read_msgpack(folder, PARAMS)
   leaves = {name: Leaf(value) for name, value in values.items() if hasattr(value, "shape")}
-  eos_ids = () if isinstance(config, DraftHead) else (config.eos_id,)
+  eos_ids = () if is_head else (config.eos_id,)
   return Checkpoint(folder, config, leaves, vocabulary, eos_ids)
 
 

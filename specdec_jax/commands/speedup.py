@@ -25,6 +25,7 @@ def speedup(
   gammas: Sequence[int | Literal["auto"]] | Literal["auto"] = (3, 5, 7),
   temperatures: Sequence[float] = (0.0, 1.0),
   top_k: int = 0,
+  top_p: float = 1.0,
   batch_size: int = 1,
   max_new_tokens: int = 64,
   repeats: int = 5,
@@ -43,6 +44,8 @@ def speedup(
       temperature (`calibrate.resolve_gammas`). The middle one is used for the rounds in the report.
     temperatures: sampling temperatures to measure; 0 is argmax.
     top_k: number of most probable tokens to sample from above temperature 0; 0 means no limit.
+    top_p: probability of the most probable tokens to sample from above temperature 0; 1 means no
+      limit.
     batch_size: number of texts that are decoded together.
     max_new_tokens: limit for each output.
     repeats: number of timed decodes of each text by the baseline and each gamma, in turn.
@@ -55,7 +58,10 @@ def speedup(
       lines, to measure the quality of the outputs and of the baseline's outputs.
     metric: one of `data.quality.METRICS`.
   """
-  samplings = [Sampling(temperature=t, top_k=top_k if t else 0) for t in temperatures]
+  samplings = [
+    Sampling(temperature=t, top_k=top_k, top_p=top_p) if t else Sampling(temperature=t)
+    for t in temperatures
+  ]
   settings = [DecodeSettings(s, batch_size, max_new_tokens, seed, lenience) for s in samplings]
   if isinstance(references, str):
     references = read_lines(references, limit=len(texts))

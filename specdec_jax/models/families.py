@@ -52,8 +52,13 @@ def feature_layers(model: Model) -> tuple[int, ...]:
   return model.feature_layers if isinstance(model, T5Model | GPTModel) else ()
 
 
-def init_params(config: Config, rng: Key[Array, ""]) -> Any:
-  """Return random float32 parameters of a model. Parameters of T5 have the names of t5x."""
+def init_params(config: Any, rng: Key[Array, ""]) -> Any:
+  """Return random float32 parameters of a model, or of a draft head, whose config initializes it.
+
+  Parameters of T5 have the names of t5x.
+  """
+  if not isinstance(config, T5Config | GPTConfig):
+    return config.init(rng)
   tokens = jnp.zeros((1, 1), jnp.int32)
   return module_of(config).init(rng, tokens, tokens)["params"]
 

@@ -24,9 +24,10 @@ from specdec_jax.checkpoints.save import save_model
 from specdec_jax.core.sampling import row_keys
 from specdec_jax.core.trees import chain
 from specdec_jax.data.vocabularies import open_vocabulary
-from specdec_jax.drafts.heads import init_params, new_head
+from specdec_jax.drafts.heads import new_head
 from specdec_jax.errors import InputError
 from specdec_jax.load import load_pair
+from specdec_jax.models.families import init_params
 from specdec_jax.train.batches import ParallelText
 from specdec_jax.train.objectives import model_objective
 from specdec_jax.train.speculators import speculator_objective

@@ -3,15 +3,11 @@
 import dataclasses
 from typing import Any
 
-from jax import Array
-from jaxtyping import Key
-
+from specdec_jax import registry
 from specdec_jax.drafts.heads.base import DraftHead
-from specdec_jax.errors import InputError
 from specdec_jax.models import families
 from specdec_jax.models.config import TransformerConfig
 from specdec_jax.models.layout import Layout
-from specdec_jax.registry import HEADS, imported
 
 AnyConfig = families.Config | DraftHead
 
@@ -29,20 +25,6 @@ _OF_TARGET = (
 )
 
 
-def head_class(kind: str) -> type[DraftHead]:
-  """Return the class of a kind of draft head, or raise InputError if there is none."""
-  if kind not in HEADS:
-    raise InputError(f"kind is {kind!r}; it must be one of {', '.join(map(repr, HEADS))}.")
-  return imported(HEADS[kind])
-
-
-def init_params(config: AnyConfig, rng: Key[Array, ""]) -> Any:
-  """Return random parameters (float32) of a model or of a learned draft head."""
-  if isinstance(config, DraftHead):
-    return config.init(rng)
-  return families.init_params(config, rng)
-
-
 def new_head(target: TransformerConfig, kind: str = "parallel", **settings: Any) -> DraftHead:
   """Return a draft head for a target.
 
@@ -54,8 +36,10 @@ def new_head(target: TransformerConfig, kind: str = "parallel", **settings: Any)
   Raises:
     InputError: there is no head of this kind, or the head does not fit the target.
   """
-  chosen = head_class(kind)
-  fields = {each: {f.name for f in dataclasses.fields(head_class(each))} for each in HEADS}
+  chosen = registry.head(kind)
+  fields = {
+    each: {f.name for f in dataclasses.fields(registry.head(each))} for each in registry.HEADS
+  }
   if unknown := settings.keys() - set().union(*fields.values()):
     raise TypeError(f"No kind of head has {', '.join(sorted(unknown))}.")
   given = {n: x for n, x in settings.items() if n in fields[kind] and x is not None}
