@@ -19,7 +19,7 @@ from specdec_jax.core.memory import num_bytes
 from specdec_jax.core.trees import Tree
 from specdec_jax.models.families import for_decoding
 from specdec_jax.models.kernels import gpu, skinny
-from specdec_jax.models.layers import MASKED, grouped_matmul
+from specdec_jax.models.layout import MASKED, Layout
 from specdec_jax.models.layout import Layout
 from specdec_jax.models.quantization import quantize
 from specdec_jax.models.t5 import T5Model
@@ -194,7 +194,7 @@ def test_int4_product_is_that_of_the_matrix_that_its_scales_give(kernels, rows, 
     rms = np.sqrt(np.square(x).mean(axis=1, keepdims=True) + 1e-6)
     expected = [x @ scaled, (x / rms * np.arange(depth)) @ scaled]
   else:
-    products = [grouped_matmul(jnp.asarray(x), kernel, scale, jnp.float32)]
+    products = [Layout(weights="int4").matmul(jnp.asarray(x), kernel, scale, 40)]
     expected = [x @ scaled]
   for got, want in zip(products, expected):
     np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-5 * np.abs(want).max())

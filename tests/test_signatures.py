@@ -7,7 +7,7 @@ import pytest
 from specdec_jax.beams.layout import slot_mask
 from specdec_jax.core.arrays import gather_one
 from specdec_jax.drafts.dynamic import _best_children
-from specdec_jax.models.layers import matmul
+from specdec_jax.models.layout import matmul
 
 
 @pytest.mark.parametrize(
