@@ -147,7 +147,7 @@ def acceptance_and_change(
 def rejection_sampling_rate(
   target_logits: Float[Array, "*batch V"], q: Float[Array, "*batch V"], sampling: Sampling
 ) -> Float[Array, "*batch"]:
-  """Return `theory.rejection_sampling_rate` of the target's p and the draft's q."""
+  """Return the acceptance probability of rejection sampling, min_x q / p (Appendix A.2)."""
   p = distribution(target_logits, sampling)
   return jnp.where(p > 0, q / jnp.where(p > 0, p, 1.0), jnp.inf).min(axis=-1)
 
