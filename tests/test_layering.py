@@ -41,7 +41,7 @@ RULES = [
   ("core|theory|beams", "flax", "core.sampling -> flax.linen"),
   (r"(?!run|serve\.decode).*", "gin|absl", "commands.train -> absl.flags"),
   ("(?!data|t5x).*", "seqio|t5x|tensorflow.*", "train.batches -> tensorflow_datasets"),
-  (r"(?!measure\.(report|tables)).*", "matplotlib|pandas|jinja2", "measure.speed -> pandas"),
+  (r"(?!measure\.report).*", "matplotlib|pandas|jinja2", "measure.tables -> pandas"),
   (".*", "torch|ctranslate2|optimum|llama_cpp", "data.text -> torch"),
 ]
 

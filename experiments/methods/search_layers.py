@@ -18,6 +18,7 @@ import numpy as np
 from jax import Array
 from jaxtyping import Float, Int
 
+from experiments.lib.records import measured_with, models_text, sampling_text
 from experiments.table3.acceptance import ALPHA_OF_TEXT
 from specdec_jax.core.counts import require_finite
 from specdec_jax.core.decode import DecodeSettings
@@ -43,18 +44,7 @@ from specdec_jax.measure.costs import Costs, measure_costs
 from specdec_jax.measure.progress import Progress
 from specdec_jax.measure.records import Record, append, read, results_path, settings_to_measure
 from specdec_jax.measure.sweep import show
-from specdec_jax.measure.tables import (
-  GAMMA,
-  PREDICTED,
-  C,
-  Column,
-  Table,
-  V,
-  measured_with,
-  models_text,
-  records_table,
-  sampling_text,
-)
+from specdec_jax.measure.tables import GAMMA, PREDICTED, C, Column, Table, V, records_table
 from specdec_jax.models.families import model_of
 from specdec_jax.pair import Pair
 
