@@ -31,7 +31,7 @@ RULES = [
     "models.t5 -> specdec_jax.drafts.model.ModelDraft",
   ),
   (
-    "data|drafts|contrib|checkpoints|load|pair|random_models",
+    "data|drafts|checkpoints|load|pair|random_models",
     r"specdec_jax\.(measure|train|exactness|batching|serve|t5x|commands|run)",
     "drafts.ngram -> specdec_jax.measure.alpha",
   ),

@@ -29,6 +29,7 @@ from test_contract import (
 from specdec_jax import load as loading
 from specdec_jax.checkpoints.load import open_checkpoint
 from specdec_jax.checkpoints.save import save_model
+from specdec_jax.commands import teacher
 from specdec_jax.commands import train as commands
 from specdec_jax.core.context import Context
 from specdec_jax.core.sampling import distribution
@@ -44,7 +45,6 @@ from specdec_jax.models.families import module_of, with_feature_layers
 from specdec_jax.models.layers import norm
 from specdec_jax.random_models import random_speculator
 from specdec_jax.registry import HEADS
-from specdec_jax.train import distillation
 from specdec_jax.train.batches import NO_TOKEN, Batch
 from specdec_jax.train.objectives import divergences
 from specdec_jax.train.speculators import speculator_objective, warm_start
@@ -320,7 +320,7 @@ def test_heads_are_trained_on_texts_of_all_positions(kind):
 
 @pytest.mark.parametrize("too_long", ["train.txt", "valid.txt"])
 def test_texts_longer_than_the_positions_raise_at_once(tmp_path, monkeypatch, too_long):
-  monkeypatch.setattr(distillation.Teacher, "outputs", lambda *args: pytest.fail("decodes texts"))
+  monkeypatch.setattr(teacher, "decode", lambda *args: pytest.fail("decodes texts"))
   words = open_vocabulary(str(tiny_pair.folder() / "vocabulary.model"))
   config = tiny.config(len(words), layers=1, **tiny.BART | dict(num_positions=16))
   save_model(str(tmp_path / "target"), config, tiny_pair.random_params(config, 0))
