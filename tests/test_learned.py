@@ -267,20 +267,20 @@ def test_feature_loss_is_zero_for_the_targets_features_and_ignores_padding():
   inputs = jnp.asarray(drawn.integers(2, V, (len(models.prompts), 5)))
   shape = (*inputs.shape, head.state_dim)
   hidden = jnp.asarray(drawn.normal(size=shape), jnp.float32)
-  rest = dict(cache=cache, rng=None, source=models.prompts, targets=inputs, progress=0.0)
+  rest = dict(cache=cache, rng=None, source=models.prompts, progress=0.0)
 
   for position in range(1, 5):  # a predicted state depends on the states up to its input
-    predicted = head.after_each(own, TargetOutputs(inputs, hidden, **rest), inputs)[1]
+    outputs = TargetOutputs(inputs, hidden, targets=inputs, **rest)
+    predicted = head.after_each(own, outputs, inputs)[1]
     hidden = hidden.at[:, position].set(predicted[:, position - 1])
 
-  def loss(is_token, change=0.0):
-    outputs = TargetOutputs(inputs, hidden.at[:, -1].add(change), **rest)
-    return float(head.feature_loss(own, outputs, is_token))
+  def loss(targets, change=0.0):
+    outputs = TargetOutputs(inputs, hidden.at[:, -1].add(change), targets=targets, **rest)
+    return float(head.training_logits(own, models.target.config, models.params, outputs, 1).loss)
 
-  everywhere = jnp.ones(inputs.shape, bool)
-  assert loss(everywhere) < 1e-9
-  assert loss(everywhere, 0.5) == pytest.approx(0.5**2 / 2 / 4, rel=1e-3)
-  assert loss(everywhere.at[:, -2:].set(False), 0.5) < 1e-9
+  assert loss(inputs) < 1e-9
+  assert loss(inputs, 0.5) == pytest.approx(0.5**2 / 2 / 4, rel=1e-3)
+  assert loss(inputs.at[:, -2:].set(NO_TOKEN), 0.5) < 1e-9
 
 
 @pytest.mark.parametrize("kind", ["eagle", "drafter"])

@@ -15,8 +15,8 @@ from specdec_jax.core.trees import AnyTree, NodeLayout
 from specdec_jax.core.types import DraftOptions, WrappedModel
 from specdec_jax.drafts.heads.base import (
   DraftHead,
-  DraftLogits,
   TargetOutputs,
+  TrainingLogits,
   every_position,
 )
 from specdec_jax.drafts.heads.stateless import ResidualBlocks
@@ -91,12 +91,11 @@ class EarlyExitHead(DraftHead):
     super().require_target(target)
     require_layers(self.layers, target.num_decoder_layers)
 
-  def training_logits(self, target: Config, stride: int) -> DraftLogits:
-    def draft_logits(params: Any, frozen: Any, outputs: TargetOutputs) -> tuple[Array, Array]:
-      exit_config, exit_params = of_layers(target, frozen, self.layers)
-      model = EarlyExitModel(model_of(exit_config), self)
-      cache = cache_of_layers(outputs.cache, self.layers)
-      logits = logits_at_each_token(model, (params, exit_params), cache, outputs.inputs)
-      return logits[:, :, None], every_position(outputs.inputs)
-
-    return draft_logits
+  def training_logits(
+    self, params: Any, target: Config, target_params: Any, outputs: TargetOutputs, stride: int
+  ) -> TrainingLogits:
+    exit_config, exit_params = of_layers(target, target_params, self.layers)
+    model = EarlyExitModel(model_of(exit_config), self)
+    cache = cache_of_layers(outputs.cache, self.layers)
+    logits = logits_at_each_token(model, (params, exit_params), cache, outputs.inputs)
+    return TrainingLogits(logits[:, :, None], every_position(outputs.inputs))
