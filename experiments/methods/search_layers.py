@@ -242,12 +242,17 @@ def _generate(pair: Pair, texts: Sequence[str], settings: DecodeSettings) -> lis
     decoded = decode(prompt, keys, max_new_tokens=settings.max_new_tokens)
     outputs.append(require_finite(jax.device_get(decoded)))
   longest = max(int(output.lengths.max()) for output in outputs)
-  forward = jax.jit(teacher_forced, static_argnames="model")
+
+  @jax.jit
+  def forward(params: Any, prompt: Array, tokens: Array) -> tuple[Array, Array, Any]:
+    logits, _, inputs, cache = teacher_forced(pair.target.model, params, prompt, tokens)
+    return logits, inputs, cache
+
   return [
     _Batch(
       prompt,
       np.asarray(output.lengths),
-      *forward(pair.target.model, pair.target.params, prompt, output.tokens[:, :longest]),
+      *forward(pair.target.params, prompt, output.tokens[:, :longest]),
     )
     for prompt, output in zip(prompts, outputs)
   ]

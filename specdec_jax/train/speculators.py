@@ -23,6 +23,7 @@ from specdec_jax.drafts.heads.base import (
   gather_positions,
 )
 from specdec_jax.errors import InputError
+from specdec_jax.measure.alpha import teacher_forced
 from specdec_jax.models.families import Config, model_of, with_feature_layers
 from specdec_jax.train.batches import NO_TOKEN, Batch
 from specdec_jax.train.objectives import Divergence, Objective, divergences
@@ -62,13 +63,8 @@ def speculator_objective(
     frozen: Any, batch: Batch, rng: Array | None = None, progress: Array | float = 0.0
   ) -> TargetOutputs:
     prompt = jnp.where(batch.source == NO_TOKEN, target.pad_id, batch.source)
-    length = batch.targets.shape[1]
-    start_tokens, start_lengths = model.prompt_tokens(prompt)
-    last_token = jnp.take_along_axis(start_tokens, start_lengths[:, None] - 1, axis=1)
-    # Inputs after the text may be any token.
-    inputs = jnp.concatenate([last_token, jnp.maximum(batch.targets[:, :-1], 0)], axis=1)
-    _, cache = model.prefill(frozen, prompt, start_tokens.shape[1] + length)
-    _, hidden, cache = model.extend(frozen, cache, inputs)
+    tokens = jnp.maximum(batch.targets, 0)  # after the text, any token
+    _, hidden, inputs, cache = teacher_forced(model, frozen, prompt, tokens)
     hidden = jnp.pad(hidden[:, :-1], ((0, 0), (1, 0), (0, 0)))
     return TargetOutputs(inputs, hidden, cache, rng, prompt, jnp.asarray(batch.targets), progress)
 
