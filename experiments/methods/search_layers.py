@@ -20,18 +20,13 @@ from jaxtyping import Float, Int
 
 from experiments.lib.records import measured_with, models_text, sampling_text
 from experiments.table3.acceptance import ALPHA_OF_TEXT
+from specdec_jax.contrib.early_exit import logits_at_each_token
 from specdec_jax.core.counts import require_finite
 from specdec_jax.core.decode import DecodeSettings
 from specdec_jax.core.sampling import Sampling, distribution, row_keys
 from specdec_jax.core.trees import chain
 from specdec_jax.core.types import Model
-from specdec_jax.drafts.layer_skip import (
-  cache_of_layers,
-  decoder_of,
-  layer_skip,
-  logits_at_each_token,
-  of_layers,
-)
+from specdec_jax.drafts.layer_skip import cache_of_layers, decoder_of, layer_skip, of_layers
 from specdec_jax.errors import InputError
 from specdec_jax.measure.alpha import (
   Estimate,
