@@ -13,9 +13,9 @@ import sys
 
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))  # for `experiments`
 
-from experiments.tables import LINES, PATHS, RECORDS, named_table
+from experiments.lib.formats import render
+from experiments.lib.tables import LINES, PATHS, RECORDS, named_table
 from specdec_jax.core.atomic_files import atomic_write
-from specdec_jax.measure.tables import render
 
 
 def main() -> None:

@@ -13,6 +13,7 @@ import pathlib
 import re
 import sys
 import tempfile
+import types
 
 if __name__ == "__main__":
   os.environ["JAX_PLATFORMS"] = "cpu"
@@ -28,6 +29,8 @@ import tiny_pair
 from jax.experimental import multihost_utils
 
 from experiments.tpu_v4.hlo import executed_collectives
+from specdec_jax.commands.teacher import Teacher, without_draft
+from specdec_jax.commands.teacher import decode as decode_sources
 from specdec_jax.core.decode import Decoder
 from specdec_jax.core.sampling import Sampling, row_keys
 from specdec_jax.core.trees import Tree, branching, chain
@@ -37,7 +40,7 @@ from specdec_jax.drafts.heads import new_head
 from specdec_jax.drafts.model import ModelDraft
 from specdec_jax.models.config import GPTConfig
 from specdec_jax.models.families import model_of
-from specdec_jax.models.partitioning import make_mesh, sharded
+from specdec_jax.models.partitioning import make_mesh, param_shardings, sharded
 from specdec_jax.pair import Pair
 from specdec_jax.train.batches import ParallelText
 from specdec_jax.train.speculators import speculator_objective
@@ -130,6 +133,23 @@ def trained(model_parallel: int) -> dict:
   return dict(metrics=[json.loads(line) for line in lines], shard_shapes=shard_shapes(head_params))
 
 
+def taught() -> list:
+  """Return argmax outputs of a teacher sharded across 4 devices, and those of the target alone.
+
+  There are more sources than rows of a batch.
+  """
+  config, mesh = CONFIGS["t5"], make_mesh(4, _devices())
+  params = tiny_pair.random_params(config, 0)
+  shards = jax.device_put(params, param_shardings(params, mesh))
+  vocabulary = types.SimpleNamespace(eos_id=1, pad_id=0, decode=str, pieces=None)
+  sources = [[*row[row > 0].tolist(), 1] for row in tiny.sources(config, 0, 70)]
+  pairs = (
+    Teacher(vocabulary, config, shards, mesh).pair,
+    without_draft(model_of(config), params, vocabulary),
+  )
+  return [decode_sources(pair, sources) for pair in pairs]
+
+
 def _devices() -> list[jax.Device]:
   """Return all devices, ordered so that each row and column of the mesh spans both processes."""
 
@@ -145,7 +165,7 @@ def main(port: str = "", process: str = "") -> None:
 
   A key such as "t5 4" names the model family and the size of the mesh's model axis. The value of
   this key holds the result of `decode` for each run and the shard shapes of both models. A single
-  process also prints the result of `trained(4)` as "trained 4".
+  process also prints the results of `trained(4)` and `taught()` as "trained 4" and "taught".
   """
   runs = {("t5", 1): ("tree",), ("t5", 4): ("tree",), ("t5", 2): ()}
   runs |= {("gpt", 1): ("chain",), ("gpt", 4): ("chain",)}
@@ -164,7 +184,7 @@ def main(port: str = "", process: str = "") -> None:
       draft=shard_shapes(decoding_pair.draft.params),
     )
   if not port:
-    results["trained 4"] = trained(4)
+    results |= {"trained 4": trained(4), "taught": taught()}
   print(f"\n{json.dumps(results)}")
 
 

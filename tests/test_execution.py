@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from specdec_jax.errors import InputError
-from specdec_jax.theory import beta, expected_seconds, speculative_execution
+from specdec_jax.theory import speculative_execution
 
 P, Q = np.array([0.5, 0.3, 0.2, 0.0]), np.array([0.2, 0.3, 0.1, 0.4])
 
@@ -24,7 +24,7 @@ def test_y_has_the_distribution_of_f_for_any_q():
   deviations = np.sqrt(P * (1 - P) / count)
   assert (abs(frequencies - P) <= 5 * deviations).all() and abs(frequencies - Q).max() > 0.2
   share = np.mean([result.accepted for result in results])
-  assert share == pytest.approx(float(beta(P, Q)), abs=5 * np.sqrt(0.24 / count))
+  assert share == pytest.approx(np.minimum(P, Q).sum(), abs=5 * np.sqrt(0.24 / count))
 
 
 def test_g_runs_in_parallel_with_f():
@@ -49,11 +49,6 @@ def test_exception_of_g_for_a_rejected_draft_token_is_dropped():
   assert not any(result.accepted for result in results) and {
     result.output for result in results
   } <= {0, 1, 2}
-
-
-def test_expected_time_lies_between_parallel_and_sequential_execution():
-  assert expected_seconds(1.0, 3.0, 2.0) == 3.0 and expected_seconds(0.0, 3.0, 2.0) == 5.0
-  assert expected_seconds(0.6, 3.0, 2.0) == pytest.approx(3.0 + 0.4 * 2.0)  # max(F, G) + (1 - b) G
 
 
 @pytest.mark.parametrize(

@@ -20,7 +20,6 @@ from specdec_jax.core.trees import Tree
 from specdec_jax.models.families import for_decoding
 from specdec_jax.models.kernels import gpu, skinny
 from specdec_jax.models.layout import MASKED, Layout
-from specdec_jax.models.layout import Layout
 from specdec_jax.models.quantization import quantize
 from specdec_jax.models.t5 import T5Model
 

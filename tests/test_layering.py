@@ -41,7 +41,7 @@ RULES = [
     "registry -> specdec_jax.drafts.uniform",
   ),
   (
-    "data|drafts|contrib|checkpoints|load|pair|random_models",
+    "data|drafts|checkpoints|load|pair|random_models",
     r"specdec_jax\.(measure|train|exactness|batching|serve|t5x|commands|run)",
     "drafts.ngram -> specdec_jax.measure.alpha",
   ),
@@ -51,7 +51,7 @@ RULES = [
   ("core|theory|beams", "flax", "core.sampling -> flax.linen"),
   (r"(?!run|serve\.decode).*", "gin|absl", "commands.train -> absl.flags"),
   ("(?!data|t5x).*", "seqio|t5x|tensorflow.*", "train.batches -> tensorflow_datasets"),
-  (r"(?!measure\.(report|tables)).*", "matplotlib|pandas|jinja2", "measure.speed -> pandas"),
+  (r"(?!measure\.report).*", "matplotlib|pandas|jinja2", "measure.tables -> pandas"),
   (".*", "torch|ctranslate2|optimum|llama_cpp", "data.text -> torch"),
 ]
 

@@ -29,6 +29,7 @@ from test_contract import (
 from specdec_jax import load as loading
 from specdec_jax.checkpoints.load import open_checkpoint
 from specdec_jax.checkpoints.save import save_model
+from specdec_jax.commands import teacher
 from specdec_jax.commands import train as commands
 from specdec_jax.core.context import Context
 from specdec_jax.core.sampling import distribution
@@ -44,7 +45,6 @@ from specdec_jax.models.families import module_of, with_feature_layers
 from specdec_jax.models.layers import norm
 from specdec_jax.random_models import random_speculator
 from specdec_jax.registry import HEADS
-from specdec_jax.train import distillation
 from specdec_jax.train.batches import NO_TOKEN, Batch
 from specdec_jax.train.objectives import divergences
 from specdec_jax.train.speculators import speculator_objective, warm_start
@@ -267,20 +267,20 @@ def test_feature_loss_is_zero_for_the_targets_features_and_ignores_padding():
   inputs = jnp.asarray(drawn.integers(2, V, (len(models.prompts), 5)))
   shape = (*inputs.shape, head.state_dim)
   hidden = jnp.asarray(drawn.normal(size=shape), jnp.float32)
-  rest = dict(cache=cache, rng=None, source=models.prompts, targets=inputs, progress=0.0)
+  rest = dict(cache=cache, rng=None, source=models.prompts, progress=0.0)
 
   for position in range(1, 5):  # a predicted state depends on the states up to its input
-    predicted = head.after_each(own, TargetOutputs(inputs, hidden, **rest), inputs)[1]
+    outputs = TargetOutputs(inputs, hidden, targets=inputs, **rest)
+    predicted = head.after_each(own, outputs, inputs)[1]
     hidden = hidden.at[:, position].set(predicted[:, position - 1])
 
-  def loss(is_token, change=0.0):
-    outputs = TargetOutputs(inputs, hidden.at[:, -1].add(change), **rest)
-    return float(head.feature_loss(own, outputs, is_token))
+  def loss(targets, change=0.0):
+    outputs = TargetOutputs(inputs, hidden.at[:, -1].add(change), targets=targets, **rest)
+    return float(head.training_logits(own, models.target.config, models.params, outputs, 1).loss)
 
-  everywhere = jnp.ones(inputs.shape, bool)
-  assert loss(everywhere) < 1e-9
-  assert loss(everywhere, 0.5) == pytest.approx(0.5**2 / 2 / 4, rel=1e-3)
-  assert loss(everywhere.at[:, -2:].set(False), 0.5) < 1e-9
+  assert loss(inputs) < 1e-9
+  assert loss(inputs, 0.5) == pytest.approx(0.5**2 / 2 / 4, rel=1e-3)
+  assert loss(inputs.at[:, -2:].set(NO_TOKEN), 0.5) < 1e-9
 
 
 @pytest.mark.parametrize("kind", ["eagle", "drafter"])
@@ -320,7 +320,7 @@ def test_heads_are_trained_on_texts_of_all_positions(kind):
 
 @pytest.mark.parametrize("too_long", ["train.txt", "valid.txt"])
 def test_texts_longer_than_the_positions_raise_at_once(tmp_path, monkeypatch, too_long):
-  monkeypatch.setattr(distillation.Teacher, "outputs", lambda *args: pytest.fail("decodes texts"))
+  monkeypatch.setattr(teacher, "decode", lambda *args: pytest.fail("decodes texts"))
   words = open_vocabulary(str(tiny_pair.folder() / "vocabulary.model"))
   config = tiny.config(len(words), layers=1, **tiny.BART | dict(num_positions=16))
   save_model(str(tmp_path / "target"), config, tiny_pair.random_params(config, 0))

@@ -17,7 +17,7 @@ from specdec_jax.core.sampling import Sampling, distribution
 from specdec_jax.core.trees import branching, chain
 from specdec_jax.core.verify.tokens import TokenVerifier
 from specdec_jax.data.pieces import EOS_ID
-from specdec_jax.drafts.ngram import NgramDraft, fit_ngrams, load_ngrams, save_ngrams
+from specdec_jax.drafts.ngram import NgramDraft, fit_ngrams
 from specdec_jax.errors import InputError
 from specdec_jax.exactness.checker import samples_row
 from specdec_jax.exactness.texts import score_texts
@@ -230,29 +230,7 @@ def test_sampled_output_has_the_targets_joint_distribution(order=1):
   assert samples_row([found], "", tiny.LEVEL).holds
 
 
-# Files and invalid input.
-
-
-def test_saved_counts_are_loaded_unchanged(tmp_path):
-  ngrams = fit_ngrams(rows(), V)
-  save_ngrams(tmp_path / "counts", ngrams)
-  jax.tree.map(np.testing.assert_array_equal, load_ngrams(tmp_path / "counts"), ngrams)
-  assert [path.name for path in tmp_path.iterdir()] == ["counts"]
-
-
-def test_failed_save_leaves_the_file_unchanged(tmp_path, monkeypatch):
-  path = tmp_path / "counts.npz"
-  save_ngrams(path, fit_ngrams(rows(), V))
-  before = path.read_bytes()
-
-  def full(f, **arrays):
-    f.write(b"half")
-    raise OSError("No space left on device")
-
-  monkeypatch.setattr(np, "savez_compressed", full)
-  with pytest.raises(OSError, match="No space"):
-    save_ngrams(path, fit_ngrams([[3, 1]], V))
-  assert path.read_bytes() == before and [p.name for p in tmp_path.iterdir()] == ["counts.npz"]
+# Invalid input.
 
 
 @pytest.mark.parametrize(

@@ -158,6 +158,11 @@ def test_training_on_eight_devices_has_the_metrics_of_one_device(eight):
   assert many["shard_shapes"]["logits_dense/kernel"] == [16, 4]
 
 
+def test_sharded_teacher_writes_the_outputs_of_the_target(eight):
+  many, one = eight["taught"]
+  assert many == one and len({*map(tuple, one)}) > 10
+
+
 def test_two_processes_have_the_output_of_one_device(eight):
   with socket.socket() as unused:
     unused.bind(("127.0.0.1", 0))

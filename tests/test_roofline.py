@@ -18,7 +18,7 @@ from specdec_jax.drafts.prompt_lookup import PromptLookupDraft
 from specdec_jax.load import load_pair
 from specdec_jax.measure import roofline
 from specdec_jax.measure.roofline import memory_bandwidth, read_bytes, step_bytes
-from specdec_jax.measure.tables import ROOFLINE, legend, records_table, render
+from specdec_jax.measure.tables import ROOFLINE, legend, records_table, terminal_text
 from specdec_jax.models.families import for_decoding, init_params
 from specdec_jax.models.layers import Embed
 from specdec_jax.models.t5 import T5Model
@@ -173,7 +173,7 @@ def test_share_is_the_minimum_time_divided_by_the_measured_time():
   assert (cells["step, MB"], cells["draft, MB"], cells["verify, MB"]) == ("40.0", "5.0", "44.0")
   assert (cells["GB/s"], *shares) == ("20.0", "50%", "200%")
   assert cells["verify, % of bandwidth"] == "-"  # its time was not measured
-  text = render(shown, "terminal")
+  text = terminal_text(shown)
   assert max(map(len, text.splitlines())) <= 100 and "…" not in text
   for word in ("GB/s", "MB", "step", "draft", "gamma + 1"):
     assert word in str(legend(ROOFLINE))

@@ -17,6 +17,7 @@ from scipy import special
 
 from specdec_jax.checkpoints.load import load_model
 from specdec_jax.checkpoints.save import save_model
+from specdec_jax.commands import teacher
 from specdec_jax.commands import train as commands
 from specdec_jax.core.sampling import Sampling, row_keys
 from specdec_jax.core.trees import chain
@@ -24,8 +25,8 @@ from specdec_jax.data.vocabularies import open_vocabulary
 from specdec_jax.data.vocabulary import padded
 from specdec_jax.errors import InputError
 from specdec_jax.load import load_pair
-from specdec_jax.models.families import model_of, module_of
-from specdec_jax.train import distillation, trainer
+from specdec_jax.models.families import module_of
+from specdec_jax.train import trainer
 from specdec_jax.train.batches import (
   BUCKETS,
   MAX_TARGET,
@@ -34,12 +35,7 @@ from specdec_jax.train.batches import (
   epoch_batches,
   padded_batches,
 )
-from specdec_jax.train.distillation import (
-  model_outputs,
-  residual_labels,
-  spliced_sentences,
-  teacher_topk,
-)
+from specdec_jax.train.distillation import spliced_sentences, teacher_topk
 from specdec_jax.train.objectives import cross_entropy, model_objective, teacher_forced
 from specdec_jax.train.trainer import TrainSettings, train
 
@@ -380,16 +376,17 @@ def test_training_stops_where_a_loss_is_not_finite(tmp_path, fault, message):
 # Distillation data.
 
 
-def test_model_outputs_are_in_the_order_of_the_sources(monkeypatch):
-  monkeypatch.setattr(distillation, "BATCH_SIZE", 3)
+def test_outputs_are_in_the_order_of_the_sources(monkeypatch):
+  monkeypatch.setattr(teacher, "BATCH_SIZE", 3)
   pair = tiny_pair.pair()
   texts = [tiny_pair.SENTENCES[i][:n] for i, n in ((0, 3), (30, 9), (60, 5), (90, 12), (7, 1))]
   sources = [pair.encode(text) for text in texts]
-  decode = functools.partial(model_outputs, pair.target.model, pair.target.params)
-  outputs = decode(sources)
+  outputs = teacher.decode(pair, sources)
   assert len({tuple(row) for row in outputs}) > 2
   assert all(len(row) == 96 or row[-1] == 1 for row in outputs)
-  assert decode(sources[::-1]) == outputs[::-1]
+  assert teacher.decode(pair, sources[::-1]) == outputs[::-1]
+  want = pair.generate(texts, gamma=0, max_new_tokens=96)
+  assert outputs == [output.tokens.tolist() for output in want]
 
 
 def test_teacher_topk_are_the_most_probable_tokens():
@@ -404,29 +401,6 @@ def test_teacher_topk_are_the_most_probable_tokens():
       assert tokens[position].tolist() == np.argsort(-p[position])[:4].tolist()
       want = p[position, tokens[position]]
       np.testing.assert_allclose(weights[position], want, rtol=1e-3, atol=1e-6)
-
-
-@pytest.mark.parametrize("count", [1, 2, 3])
-def test_residual_labels_are_what_other_drafts_leave_of_the_teachers_distribution(count):
-  """They are the residual distribution, times the probability that all drafts are rejected."""
-  params, text = initial_params(), copies()
-  others = [tiny_pair.random_params(CONFIG, seed) for seed in range(1, count + 1)]
-  teacher = teacher_topk(CONFIG, params, text, k=12, tokens_per_batch=32)
-  text = dataclasses.replace(text, teacher=teacher)
-  labels = residual_labels([(CONFIG, other) for other in others], text, tokens_per_batch=32)
-  batch = batch_of(text.targets, length=8)
-  inputs = np.pad(batch.targets[:, :-1], ((0, 0), (1, 0)))
-  logits = [tiny.teacher_forced(CONFIG)(x, padded(text.sources, 8), inputs) for x in others]
-  qs = np.stack([*map(jax.nn.softmax, logits)], axis=1)  # [B, drafts, T, V]
-  for (tokens, p), (same_tokens, weights), q in zip(teacher, labels.teacher, qs, strict=True):
-    np.testing.assert_array_equal(tokens, same_tokens)
-    residual, rejected = np.float64(p) / np.float64(p).sum(axis=1, keepdims=True), 1.0
-    for of_draft in q[:, : len(tokens)]:
-      difference = np.maximum(residual - np.take_along_axis(of_draft, tokens, axis=1), 0)
-      mass = difference.sum(axis=1, keepdims=True)
-      residual, rejected = difference / mass, rejected * mass
-    np.testing.assert_allclose(weights, rejected * residual, atol=2e-3)
-    assert weights.max() > 0.01
 
 
 @pytest.mark.filterwarnings("ignore:1 pairs have a source")
@@ -502,7 +476,7 @@ def test_draft_is_trained_on_references_samples_and_spliced_sources(tmp_path, mo
   assert text.sources == [*sources] * 3 + [*new] and text.targets[: len(texts)] == [*references]
   assert text.targets[18:36] != text.targets[36:54]  # sampled with different seeds
   assert len(text.targets) == len(text.teacher) == 57
-  argmax = model_outputs(pair.target.model, pair.target.params, valid.sources)
+  argmax = teacher.decode(pair, valid.sources)
   assert valid.targets == argmax and valid.teacher is None
 
 
@@ -547,53 +521,6 @@ def test_rows_of_padding_are_not_part_of_the_vocabulary():
   )
   assert config.eos_id == words.eos_id == 1
   assert len(words) == config.vocab_size == size + 100 and config.padded_vocab_size == rows
-
-
-def test_on_policy_data_is_sampled_by_the_draft_and_labelled_by_the_target(tmp_path, monkeypatch):
-  (tmp_path / "lines").write_text("".join(line + "\n" for line in tiny_pair.SENTENCES[:8]))
-  train_calls, folder = [], tiny_pair.folder()
-  config, params = load_model(str(folder / "near"))
-  trained = jax.tree.map(lambda x: 2 * x, params)
-
-  def fake_train(*args):
-    train_calls.append(args)
-    return trained
-
-  monkeypatch.setattr(commands, "train", fake_train)
-  monkeypatch.setattr(commands, "save_model", lambda *args: None)
-  train_draft = functools.partial(
-    commands.train_draft,
-    data=str(tmp_path),
-    sources=["lines"],
-    targets=["lines"],
-    valid_source="lines",
-    config=config,
-    settings=dataclasses.replace(SETTINGS, epochs=2),
-    vocabulary=str(folder / "vocabulary.model"),
-    target=str(folder / "target"),
-    output=str(tmp_path / "draft"),
-    work_dir=str(tmp_path / "work"),
-    samples=1,
-    on_policy=True,
-  )
-  train_draft(start=str(folder / "near"))
-  assert [call[1].epochs for call in train_calls] == [1, 1]
-  assert len({call[4] for call in train_calls}) == 2
-  (_, _, text, *_, init), (_, _, second_text, *_, second_init) = train_calls
-  assert second_init is trained
-  assert second_text.targets[8:] == model_outputs(
-    model_of(config), trained, text.sources[8:], 1, sampling=Sampling()
-  )
-  sampled = model_outputs(model_of(config), params, text.sources[8:], 1, sampling=Sampling())
-  assert text.targets[8:] == sampled
-  target_params = tiny_pair.pair().target.params
-  want = teacher_topk(tiny_pair.pair().target.model.config, target_params, text)
-  np.testing.assert_allclose(text.teacher[-1][1], want[-1][1], atol=2e-3)
-  assert jax.tree.map(np.shape, init) == jax.tree.map(np.shape, params)
-  with pytest.raises(InputError, match="name its folder as start"):
-    train_draft()
-  with pytest.raises(InputError, match="leave out distillation_data"):
-    train_draft(start=str(folder / "near"), distillation_data=str(tmp_path / "data.npz"))
 
 
 # Decoder-only models: training a pair on texts, and decoding with it.

@@ -151,7 +151,7 @@ def packed(params, pairs=False):
   """Return the parameters packed for a model with `kernels='skinny'`; bfloat16 needs `pairs`."""
 
   def pack(path, x):
-    return skinny.pack(np.asarray(x), pairs) if path[-1].key == "kernel" else x
+    return jnp.asarray(skinny.pack(np.asarray(x), pairs) if path[-1].key == "kernel" else x)
 
   return jax.tree_util.tree_map_with_path(pack, params)
 

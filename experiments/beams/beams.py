@@ -14,6 +14,7 @@ import numpy as np
 from jax import Array
 from jaxtyping import Int
 
+from experiments.lib.records import measured_with, models_text
 from specdec_jax.beams import BeamResult, BeamSearcher
 from specdec_jax.core.counts import require_finite
 from specdec_jax.core.decode import DecodeSettings
@@ -23,14 +24,7 @@ from specdec_jax.errors import InputError
 from specdec_jax.measure.costs import interleaved_medians
 from specdec_jax.measure.records import Record, settings_to_measure
 from specdec_jax.measure.sweep import Report, Step, sweep
-from specdec_jax.measure.tables import (
-  GAMMA,
-  Column,
-  Table,
-  measured_with,
-  models_text,
-  records_table,
-)
+from specdec_jax.measure.tables import GAMMA, Column, Table, records_table
 from specdec_jax.pair import Pair
 
 BEAMS = (

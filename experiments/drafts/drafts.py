@@ -4,6 +4,7 @@ import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from experiments.lib.records import BANDWIDTH_BOUND, DRAFT_MB, measured_with, models_text
 from specdec_jax import registry
 from specdec_jax.core.decode import DecodeSettings
 from specdec_jax.core.sampling import Sampling
@@ -14,8 +15,6 @@ from specdec_jax.measure.speed import speed_steps
 from specdec_jax.measure.sweep import sweep
 from specdec_jax.measure.tables import (
   ALPHA,
-  BANDWIDTH_BOUND,
-  DRAFT_MB,
   IDENTICAL,
   LENGTH,
   MISSING,
@@ -24,8 +23,6 @@ from specdec_jax.measure.tables import (
   Column,
   Table,
   V,
-  measured_with,
-  models_text,
   noise_notes,
 )
 from specdec_jax.pair import Pair

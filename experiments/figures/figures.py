@@ -20,6 +20,7 @@ from matplotlib import colormaps, rc_context
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch, Rectangle
 
+from experiments.lib.records import sampling_text
 from experiments.paper.paper import PaperRow, load_table
 from specdec_jax import theory
 from specdec_jax.core.atomic_files import atomic_write
@@ -30,7 +31,6 @@ from specdec_jax.errors import InputError
 from specdec_jax.generate import GenerateCall
 from specdec_jax.measure.records import Record, read
 from specdec_jax.measure.rounds import Round
-from specdec_jax.measure.tables import sampling_text
 from specdec_jax.pair import Pair
 from specdec_jax.run import parse_gin
 

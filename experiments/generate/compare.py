@@ -23,8 +23,8 @@ from typing import Any
 import numpy as np
 
 import specdec_jax
+from experiments.lib.records import measured_on
 from experiments.peers.huggingface import load_model
-from experiments.tables import measured_on
 from specdec_jax.checkpoints.load import open_checkpoint
 from specdec_jax.checkpoints.save import save_huggingface
 from specdec_jax.load import EMBEDDED

@@ -35,8 +35,9 @@ from experiments.gpu.kernels import (
   kernels,
   num_bytes,
 )
+from experiments.lib.formats import render
+from experiments.lib.records import lines
 from experiments.paper.paper import load_table
-from experiments.tables import lines
 from experiments.tpu_v4 import compile as compiler
 from specdec_jax import theory
 from specdec_jax.core import memory
@@ -44,7 +45,7 @@ from specdec_jax.core.sampling import Sampling
 from specdec_jax.core.trees import AnyTree, DynamicTree
 from specdec_jax.drafts.heads import AnyConfig, DraftHead, new_head
 from specdec_jax.measure.machine import commit
-from specdec_jax.measure.tables import Table, number_text, render
+from specdec_jax.measure.tables import Table, number_text
 from specdec_jax.models.families import init_params
 from specdec_jax.models.layout import Layout
 from specdec_jax.models.sizes import t5_config

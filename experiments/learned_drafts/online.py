@@ -22,6 +22,7 @@ from jax import Array
 from jaxtyping import Float, Int, Key
 from rich.console import Console
 
+from experiments.lib.records import measured_with
 from specdec_jax.core.context import Context
 from specdec_jax.core.counts import num_rounds, num_tokens
 from specdec_jax.core.decode import Decoder, DecodeSettings
@@ -37,7 +38,7 @@ from specdec_jax.errors import InputError
 from specdec_jax.measure import records
 from specdec_jax.measure.progress import Progress
 from specdec_jax.measure.records import Record, settings_to_measure
-from specdec_jax.measure.tables import LENGTH, MISSING, Table, measured_with, render
+from specdec_jax.measure.tables import LENGTH, MISSING, Table, terminal_text
 from specdec_jax.models.families import module_of
 from specdec_jax.pair import Pair
 from specdec_jax.train.batches import NO_TOKEN, Batch
@@ -312,7 +313,7 @@ class _Comparison:
     for record in measured:
       records.append(path, record)
     console = Console(markup=False, soft_wrap=True)
-    console.print(render(online_table(measured), "terminal"))
+    console.print(terminal_text(online_table(measured)))
     console.print(f"Records: {self._results}")
 
 

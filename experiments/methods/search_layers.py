@@ -18,19 +18,15 @@ import numpy as np
 from jax import Array
 from jaxtyping import Float, Int
 
+from experiments.lib.records import measured_with, models_text, sampling_text
 from experiments.table3.acceptance import ALPHA_OF_TEXT
+from specdec_jax.contrib.early_exit import logits_at_each_token
 from specdec_jax.core.counts import require_finite
 from specdec_jax.core.decode import DecodeSettings
 from specdec_jax.core.sampling import Sampling, distribution, row_keys
 from specdec_jax.core.trees import chain
 from specdec_jax.core.types import Model
-from specdec_jax.drafts.layer_skip import (
-  cache_of_layers,
-  decoder_of,
-  layer_skip,
-  logits_at_each_token,
-  of_layers,
-)
+from specdec_jax.drafts.layer_skip import cache_of_layers, decoder_of, layer_skip, of_layers
 from specdec_jax.errors import InputError
 from specdec_jax.measure.alpha import (
   Estimate,
@@ -43,18 +39,7 @@ from specdec_jax.measure.costs import Costs, measure_costs
 from specdec_jax.measure.progress import Progress
 from specdec_jax.measure.records import Record, append, read, results_path, settings_to_measure
 from specdec_jax.measure.sweep import show
-from specdec_jax.measure.tables import (
-  GAMMA,
-  PREDICTED,
-  C,
-  Column,
-  Table,
-  V,
-  measured_with,
-  models_text,
-  records_table,
-  sampling_text,
-)
+from specdec_jax.measure.tables import GAMMA, PREDICTED, C, Column, Table, V, records_table
 from specdec_jax.models.families import model_of
 from specdec_jax.pair import Pair
 
@@ -252,12 +237,17 @@ def _generate(pair: Pair, texts: Sequence[str], settings: DecodeSettings) -> lis
     decoded = decode(prompt, keys, max_new_tokens=settings.max_new_tokens)
     outputs.append(require_finite(jax.device_get(decoded)))
   longest = max(int(output.lengths.max()) for output in outputs)
-  forward = jax.jit(teacher_forced, static_argnames="model")
+
+  @jax.jit
+  def forward(params: Any, prompt: Array, tokens: Array) -> tuple[Array, Array, Any]:
+    logits, _, inputs, cache = teacher_forced(pair.target.model, params, prompt, tokens)
+    return logits, inputs, cache
+
   return [
     _Batch(
       prompt,
       np.asarray(output.lengths),
-      *forward(pair.target.model, pair.target.params, prompt, output.tokens[:, :longest]),
+      *forward(pair.target.params, prompt, output.tokens[:, :longest]),
     )
     for prompt, output in zip(prompts, outputs)
   ]

@@ -1,5 +1,6 @@
 """Train a target and a draft head together (Medusa-2; Cai et al., 2024; Stern et al., 2018)."""
 
+import dataclasses
 import functools
 import math
 import pathlib
@@ -11,13 +12,16 @@ from jax import Array
 
 from specdec_jax.checkpoints.load import load_params, open_checkpoint
 from specdec_jax.checkpoints.save import save_model
+from specdec_jax.commands.teacher import MAX_NEW_TOKENS, Teacher
 from specdec_jax.commands.train import bleu_of, config_of, open_fitting_vocabulary
+from specdec_jax.data.text import read_lines
 from specdec_jax.drafts.heads import DraftHead
 from specdec_jax.errors import InputError, require_number
+from specdec_jax.generate import outputs
 from specdec_jax.models.families import Config
 from specdec_jax.models.partitioning import make_mesh, param_shardings
 from specdec_jax.train.batches import Batch, ParallelText
-from specdec_jax.train.distillation import Teacher, parallel_text
+from specdec_jax.train.distillation import parallel_text
 from specdec_jax.train.objectives import Divergence, Objective, model_objective
 from specdec_jax.train.speculators import speculator_objective
 from specdec_jax.train.trainer import TrainSettings, train
@@ -101,7 +105,9 @@ def train_jointly(
   teacher = Teacher(words, target_config, original, mesh)
   text = parallel_text(words, data, sources, targets)
   if texts == "beam_search":
-    text = beam_search_text(teacher, pathlib.Path(work_dir) / "beam_search.npz", text, num_beams)
+    lines = [line for file in sources or () for line in read_lines(f"{data}/{file}")]
+    path = pathlib.Path(work_dir) / "beam_search.npz"
+    text = beam_search_text(teacher, path, text, lines, num_beams)
   valid = teacher.validation_pairs(data, valid_source)
 
   def bleu(params) -> float:
@@ -127,16 +133,26 @@ def train_jointly(
 
 
 def beam_search_text(
-  teacher: Teacher, path: pathlib.Path, text: ParallelText, num_beams: int
+  teacher: Teacher, path: pathlib.Path, text: ParallelText, lines: list[str], num_beams: int
 ) -> ParallelText:
   """Return the sources of a text with the teacher's beam search outputs, from a file.
 
   This is sequence-level distillation (Kim and Rush, 2016). The file is created if it is missing.
+  `lines` are the sources as text.
   """
   if not path.exists():
-    outputs = teacher.outputs(text.sources, num_beams=num_beams)
+    pair = dataclasses.replace(teacher.pair, max_source_tokens=max(map(len, text.sources)))
+    found = outputs(
+      pair,
+      lines,
+      gamma=0,
+      num_beams=num_beams,
+      beam_scorer="t5x",
+      max_new_tokens=MAX_NEW_TOKENS,
+      batch_size=64,
+    )
     path.parent.mkdir(parents=True, exist_ok=True)
-    ParallelText(text.sources, outputs).save(path)
+    ParallelText(text.sources, [output.tokens.tolist() for output in found]).save(path)
   return ParallelText.load(path)
 
 

@@ -16,6 +16,7 @@ import numpy as np
 from flax import struct
 from jax import Array
 
+from experiments.lib.records import models_text
 from specdec_jax import theory
 from specdec_jax.core.arrays import gather
 from specdec_jax.core.counts import acceptance_by_position, acceptance_rate, num_rounds, num_tokens
@@ -23,13 +24,13 @@ from specdec_jax.core.decode import DecodeSettings
 from specdec_jax.core.sampling import Sampling, row_keys
 from specdec_jax.core.trees import AnyTree, NodeLayout, chain, place_chain
 from specdec_jax.core.types import DraftSpec, Loaded
+from specdec_jax.data.pieces import EOS_ID
 from specdec_jax.data.vocabulary import PAD_ID, Vocabulary, padded
 from specdec_jax.errors import InputError
 from specdec_jax.measure.alpha import draft_probs, lag1_correlation, mean_with_interval
 from specdec_jax.measure.records import Record, settings_to_measure
 from specdec_jax.measure.sweep import Report, Step, sweep
-from specdec_jax.measure.tables import MISSING, Table, models_text
-from specdec_jax.models.t5 import EOS_ID
+from specdec_jax.measure.tables import MISSING, Table
 from specdec_jax.pair import Pair
 
 GIVEN_OUTPUTS_LEGEND = {

@@ -14,7 +14,7 @@ from typing import Any
 
 import jax
 
-from experiments.tables import lines, measured_on
+from experiments.lib.records import lines, measured_on
 from specdec_jax.core.memory import num_bytes
 from specdec_jax.data.quality import quality
 from specdec_jax.data.text import read_lines

@@ -8,17 +8,11 @@ differences are computed, because a stand-in is not comparable with the paper's 
 
 from collections.abc import Callable, Iterable, Sequence
 
+from experiments.lib.records import measured_with, sampling_text
 from experiments.paper.paper import PAPERS_OWN, PaperRow, target_and_task
 from specdec_jax import theory
 from specdec_jax.measure.records import Record
-from specdec_jax.measure.tables import (
-  MISSING,
-  Column,
-  Table,
-  measured_with,
-  number_text,
-  sampling_text,
-)
+from specdec_jax.measure.tables import MISSING, Column, Table, number_text
 
 _LAMDA_TOP_K = 40  # Table 3 samples from LaMDA with top-k 40
 

@@ -17,6 +17,7 @@ from typing import Any, NamedTuple, cast
 import jax
 import jax.numpy as jnp
 
+from experiments.lib.records import measured_with
 from experiments.paper.paper import PAPERS_OWN, load_table, target_and_task
 from experiments.paper.paper_tables import paper_table
 from experiments.table3.acceptance import acceptance
@@ -34,7 +35,7 @@ from specdec_jax.measure.records import Record, read, results_path
 from specdec_jax.measure.roofline import memory_bandwidth
 from specdec_jax.measure.speed import Baseline, own_baseline, speed_steps
 from specdec_jax.measure.sweep import measure_missing, show
-from specdec_jax.measure.tables import Table, measured_with, number_text
+from specdec_jax.measure.tables import Table, number_text
 from specdec_jax.models.families import init_params
 from specdec_jax.models.sizes import named_config
 from specdec_jax.pair import Pair

@@ -11,9 +11,9 @@ import pathlib
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
+from experiments.lib.records import lines
 from experiments.paper.paper import PaperRow, load_table
 from experiments.paper.paper_tables import reproduces
-from experiments.tables import lines
 from experiments.tpu_v4.table2 import predicted
 from specdec_jax import theory
 from specdec_jax.measure.records import Record, read

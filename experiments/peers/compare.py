@@ -17,6 +17,7 @@ import numpy as np
 from rich.console import Console
 from rich.text import Text
 
+from experiments.lib.records import measured_with
 from experiments.peers.comparison import OWN_BASELINE, Backend, Comparison, Decode, best_of_beams
 from experiments.peers.worker import Process, after_idle, in_subprocess
 from specdec_jax.core.counts import (
@@ -36,14 +37,7 @@ from specdec_jax.measure import records
 from specdec_jax.measure.costs import interleaved_seconds, ratio_range
 from specdec_jax.measure.records import Record, settings_to_measure
 from specdec_jax.measure.sweep import Report, Step, measure_missing
-from specdec_jax.measure.tables import (
-  IDENTICAL,
-  MISSING,
-  Table,
-  measured_with,
-  range_text,
-  render,
-)
+from specdec_jax.measure.tables import IDENTICAL, MISSING, Table, range_text, terminal_text
 from specdec_jax.pair import Pair
 
 PEERS_LEGEND = {
@@ -98,7 +92,7 @@ def peers(
         measured = _compare(comparison, sampling, installed, results, repeats, seed)
         for precision in dict.fromkeys(map(_precision, measured)):
           table = peers_table([r for r in measured if _precision(r) == precision])
-          console.print(render(table, "terminal"), soft_wrap=True)
+          console.print(terminal_text(table), soft_wrap=True)
       del comparison
     _free_memory()
   legend = "\n".join(Table("", (), (), legend=PEERS_LEGEND).footer)

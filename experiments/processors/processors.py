@@ -25,7 +25,7 @@ import numpy as np
 from jax import lax
 
 import specdec_jax
-from experiments.tables import measured_on
+from experiments.lib.records import measured_on
 from specdec_jax.core.decode import Decoder
 from specdec_jax.core.generation_config import GenerationConfig
 from specdec_jax.core.processors import TrieConstraint

@@ -9,7 +9,8 @@ import jax
 import numpy as np
 from jax import Array
 
-from experiments.autoregressive import generate
+from experiments.lib.autoregressive import generate
+from experiments.lib.records import measured_with, sampling_text
 from specdec_jax import registry
 from specdec_jax.core.counts import (
   acceptance_by_position,
@@ -26,15 +27,7 @@ from specdec_jax.core.types import DecodeResult, LoadsDraft
 from specdec_jax.measure.alpha import mean_with_interval, measure_alpha
 from specdec_jax.measure.records import Outputs, Record, settings_to_measure
 from specdec_jax.measure.sweep import Report, Step, sweep
-from specdec_jax.measure.tables import (
-  Column,
-  Table,
-  measured_with,
-  number_text,
-  records_table,
-  sampling_text,
-  with_interval,
-)
+from specdec_jax.measure.tables import Column, Table, number_text, records_table, with_interval
 from specdec_jax.pair import Pair
 
 REJECTION = Column(

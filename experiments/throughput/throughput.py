@@ -24,7 +24,7 @@ from specdec_jax.measure.tables import (
   Column,
   Table,
   records_table,
-  render,
+  terminal_text,
 )
 from specdec_jax.pair import Pair
 
@@ -75,7 +75,7 @@ def measure_throughput(
         records.append(path, _measured(record, pair, texts, chain(gamma), settings, repeats))
       bar.advance(task)
   console = Console(markup=False, soft_wrap=True)
-  console.print(render(throughput_table(records.read(path)), "terminal"))
+  console.print(terminal_text(throughput_table(records.read(path))))
   console.print(f"Records: {path}")
 
 

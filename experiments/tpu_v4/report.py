@@ -17,6 +17,7 @@ import time
 from typing import Any, get_args
 
 from experiments.gpu import kernels
+from experiments.lib.formats import render
 from experiments.tpu_v4 import compile as tpu_compile
 from experiments.tpu_v4 import examine
 from experiments.tpu_v4.beams import BeamSettings, beam_programs
@@ -27,7 +28,6 @@ from specdec_jax.core.trees import AnyTree, DynamicTree
 from specdec_jax.drafts.heads import AnyConfig, DraftHead, new_head
 from specdec_jax.errors import InputError
 from specdec_jax.measure.machine import commit
-from specdec_jax.measure.tables import render
 from specdec_jax.models.layout import Layout, Weights, named_dtype
 from specdec_jax.models.partitioning import REPLICATED, RULES
 from specdec_jax.models.sizes import named_config

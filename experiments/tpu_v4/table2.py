@@ -16,13 +16,14 @@ from typing import Any
 
 import jax.numpy as jnp
 
+from experiments.lib.formats import render
 from experiments.paper.paper import PaperRow, load_table
 from experiments.tpu_v4 import compile as tpu_compile
 from experiments.tpu_v4.examine import examine
 from specdec_jax import theory
 from specdec_jax.core.sampling import Sampling
 from specdec_jax.measure.machine import commit
-from specdec_jax.measure.tables import Table, render
+from specdec_jax.measure.tables import Table
 from specdec_jax.models.layout import Layout
 from specdec_jax.models.sizes import t5_config
 

@@ -15,7 +15,8 @@ import jax
 import numpy as np
 from jax import Array
 
-from experiments.autoregressive import generate
+from experiments.lib.autoregressive import generate
+from experiments.lib.records import measured_with, models_text, sampling_text
 from specdec_jax import registry
 from specdec_jax.commands.quickstart import show_examples
 from specdec_jax.commands.speedup import decode_examples
@@ -31,18 +32,7 @@ from specdec_jax.measure.records import Record, settings_to_measure
 from specdec_jax.measure.report import Bar, Chart, Section, page
 from specdec_jax.measure.rounds import Example
 from specdec_jax.measure.sweep import Report, Step, sweep
-from specdec_jax.measure.tables import (
-  IDENTICAL,
-  C,
-  Column,
-  Table,
-  V,
-  measured_with,
-  models_text,
-  records_table,
-  sampling_text,
-  with_interval,
-)
+from specdec_jax.measure.tables import IDENTICAL, C, Column, Table, V, records_table, with_interval
 from specdec_jax.pair import Pair
 from specdec_jax.theory import best_tree
 

@@ -26,11 +26,14 @@ import dataclasses
 import functools
 import pathlib
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
+
+from jax.sharding import Sharding
 
 from specdec_jax.checkpoints.load import load_model, load_params, open_checkpoint
 from specdec_jax.checkpoints.save import save_model
+from specdec_jax.commands.teacher import decode, open_teacher, without_draft
 from specdec_jax.data.pieces import train_sentence_pieces, train_word_pieces
 from specdec_jax.data.quality import quality
 from specdec_jax.data.text import read_lines
@@ -40,13 +43,8 @@ from specdec_jax.drafts.heads import DraftHead
 from specdec_jax.errors import InputError, require_count
 from specdec_jax.models.families import Config, model_of
 from specdec_jax.models.partitioning import make_mesh, param_shardings
-from specdec_jax.train.distillation import (
-  model_outputs,
-  open_teacher,
-  parallel_text,
-  require_positions,
-  residual_labels,
-)
+from specdec_jax.train.batches import ParallelText
+from specdec_jax.train.distillation import parallel_text, require_positions
 from specdec_jax.train.objectives import Divergence, model_objective
 from specdec_jax.train.speculators import speculator_objective, warm_start
 from specdec_jax.train.trainer import TrainSettings, train
@@ -125,7 +123,7 @@ def bleu_of(
 
   `references` is the path of the file with the translation of each source.
   """
-  outputs = model_outputs(model_of(config), params, sources, pad_id=config.pad_id)
+  outputs = decode(without_draft(model_of(config), params, vocabulary), sources)
   texts = [vocabulary.decode(output) for output in outputs]
   return quality("BLEU", texts, read_lines(references))
 
@@ -158,9 +156,9 @@ def train_draft(
   tail: bool = False,
   divergence: Divergence = "forward_kl",
   start: str | None = None,
-  on_policy: bool = False,
   distillation_data: str | None = None,
-  after: Sequence[str] = (),
+  writer: str | None = None,
+  relabel: Callable[[ParallelText, Sharding], ParallelText] | None = None,
 ) -> None:
   """Train a draft towards the target's distributions and save it.
 
@@ -174,26 +172,17 @@ def train_draft(
       it if the target's most probable tokens cover too little of its distribution, as for news.
     start: folder of a draft with the same configuration, from whose parameters training starts.
       None to start from random parameters.
-    on_policy: whether the draft samples new outputs before each epoch and the target labels them,
-      as in DistillSpec (Zhou et al., 2024). Each epoch has its own warm-up and decay of the
-      learning rate, and its own folder in `work_dir`. By default the target samples the outputs,
-      once.
-    distillation_data: see the module; None with `on_policy`.
-    after: folders of other drafts, in the order in which their tokens are tried in a tree of all
-      drafts (`composed.forest_draft`), before those of the new draft. It is then trained where all
-      of them are rejected (`distillation.residual_labels`).
+    writer: checkpoint of the model that samples the outputs; by default, the target samples them.
+    relabel: function of the texts and the sharding of a batch that returns the texts with other
+      labels, such as `contrib.boosted.residual_labels`.
 
   Raises:
-    InputError: `tail` or `after` is set and `divergence` is not 'forward_kl', `on_policy` is set
-      without `start` or with `distillation_data`, or the configuration does not fit the vocabulary.
+    InputError: `tail` or `relabel` is set and `divergence` is not 'forward_kl', or the
+      configuration does not fit the vocabulary.
   """
-  for name, value in {"tail": tail, "after": after}.items():
+  for name, value in {"tail": tail, "relabel": relabel}.items():
     if value and divergence != "forward_kl":
       raise InputError(f"{name} needs the divergence 'forward_kl', and it is {divergence!r}.")
-  if on_policy and not start:
-    raise InputError("on_policy needs a draft that samples the outputs; name its folder as start.")
-  if on_policy and distillation_data:
-    raise InputError("on_policy samples texts before each epoch; leave out distillation_data.")
   params = load_model(start)[1] if start else None
   words, config = open_fitting_vocabulary(config, vocabulary)
   teacher = open_teacher(target, words, settings.model_parallel)
@@ -201,25 +190,14 @@ def train_draft(
     require_positions(model, words, data, *(sources or ()), *targets, valid_source)
   objective = model_objective(config, settings.label_smoothing, divergence)
   valid = teacher.validation_pairs(data, valid_source)
-  runs = [(settings, work_dir)]
-  if on_policy:
-    once = dataclasses.replace(settings, epochs=1)
-    runs = [(once, f"{work_dir}/epoch_{i + 1}") for i in range(settings.epochs)]
-  for of_run, folder in runs:
-    text = teacher.distillation_data(
-      _distillation_path(distillation_data, folder),
-      data,
-      sources,
-      targets,
-      samples,
-      new_sources,
-      tail,
-      writer=(model_of(config), params) if on_policy else None,
-    )
-    if after:
-      drafts = [*map(load_model, after)]
-      text = residual_labels(drafts, text, batch_sharding=teacher.batch_sharding)
-    params = train(objective, of_run, text, valid, folder, params)
+  path = distillation_data or f"{work_dir}/distillation_data.npz"
+  writing = open_teacher(writer, words, settings.model_parallel).pair if writer else None
+  text = teacher.distillation_data(
+    path, data, sources, targets, samples, new_sources, tail, writing
+  )
+  if relabel:
+    text = relabel(text, teacher.batch_sharding)
+  params = train(objective, settings, text, valid, work_dir, params)
   save_model(output, config, params, words.fingerprint(), "bfloat16")
 
 
@@ -261,7 +239,7 @@ def train_speculator(
   teacher = open_teacher(target, words, settings.model_parallel)
   new = head(teacher.config)  # an invalid one raises before the texts are generated
   require_positions(teacher.config, words, data, *(sources or ()), *targets, valid_source)
-  path = _distillation_path(distillation_data, work_dir)
+  path = distillation_data or f"{work_dir}/distillation_data.npz"
   text = teacher.distillation_data(path, data, sources, targets, samples, new_sources)
   objective = speculator_objective(new, teacher.config, teacher.params, divergence, stride)
   if start:
@@ -269,10 +247,6 @@ def train_speculator(
     objective = objective._replace(init=lambda rng: warm_start(init(rng), *model))
   params = train(objective, settings, text, teacher.validation_pairs(data, valid_source), work_dir)
   save_model(output, new, params, words.fingerprint(), "bfloat16")
-
-
-def _distillation_path(path: str | None, work_dir: str) -> pathlib.Path:
-  return pathlib.Path(path or f"{work_dir}/distillation_data.npz")
 
 
 def open_fitting_vocabulary(config: Config, path: str) -> tuple[Vocabulary, Config]:

@@ -31,8 +31,8 @@ from specdec_jax.core.trees import AnyTree, NodePlacement
 from specdec_jax.core.types import DraftOptions, Keys, Proposal
 from specdec_jax.drafts.heads.base import (
   DraftHead,
-  DraftLogits,
   TargetOutputs,
+  TrainingLogits,
   gather_positions,
   round_positions,
 )
@@ -209,33 +209,31 @@ class DrafterHead(DraftHead):
   ) -> DrafterDraft:
     return DrafterDraft(self, sampling, tree, options)
 
-  def training_logits(self, target: Config, stride: int) -> DraftLogits:
-    """Return the function that computes the logits of the placeholders of each anchor.
+  def training_logits(
+    self, params: Any, target: Config, target_params: Any, outputs: TargetOutputs, stride: int
+  ) -> TrainingLogits:
+    """Return the logits of the placeholders of each anchor.
 
     Shown target tokens get positions past the end of the text, so they are not part of the loss.
     """
-    module = self.module
 
-    def draft_logits(params: Any, frozen: Any, outputs: TargetOutputs) -> tuple[Array, Array]:
-      def logits_of(shown: Int[Array, "B A N"] | None) -> Float[Array, "B A N V"]:
-        source, inputs, anchors = outputs.source, outputs.inputs, positions[..., 0]
-        variables = {"params": params}
-        return module.apply(variables, source, inputs, anchors, shown, method="after_anchors")
+    def logits_of(shown: Int[Array, "B A N"] | None) -> Float[Array, "B A N V"]:
+      source, inputs, anchors = outputs.source, outputs.inputs, positions[..., 0]
+      variables = {"params": params}
+      return self.module.apply(variables, source, inputs, anchors, shown, method="after_anchors")
 
-      if outputs.rng is None:
-        positions = round_positions(outputs.inputs, None, stride, self.gamma)
-        return logits_of(None), positions
-      anchors_rng, glancing_rng = jax.random.split(outputs.rng)
-      positions = round_positions(outputs.inputs, anchors_rng, stride, self.gamma)
-      targets = gather_positions(outputs.targets, positions, -1)
-      is_wrong = logits_of(None).argmax(axis=-1) != targets
-      first, last = GLANCING_RATIO
-      ratio = first + outputs.progress * (last - first)
-      is_shown = tokens_to_show(glancing_rng, is_wrong, targets >= 0, ratio)
-      logits = logits_of(jnp.where(is_shown, targets, -1))
-      return logits, jnp.where(is_shown, outputs.inputs.shape[1], positions)
-
-    return draft_logits
+    if outputs.rng is None:
+      positions = round_positions(outputs.inputs, None, stride, self.gamma)
+      return TrainingLogits(logits_of(None), positions)
+    anchors_rng, glancing_rng = jax.random.split(outputs.rng)
+    positions = round_positions(outputs.inputs, anchors_rng, stride, self.gamma)
+    targets = gather_positions(outputs.targets, positions, -1)
+    is_wrong = logits_of(None).argmax(axis=-1) != targets
+    first, last = GLANCING_RATIO
+    ratio = first + outputs.progress * (last - first)
+    is_shown = tokens_to_show(glancing_rng, is_wrong, targets >= 0, ratio)
+    logits = logits_of(jnp.where(is_shown, targets, -1))
+    return TrainingLogits(logits, jnp.where(is_shown, outputs.inputs.shape[1], positions))
 
 
 def tokens_to_show(

@@ -16,14 +16,14 @@ from typing import Any
 
 import jax.numpy as jnp
 from jax import Array, lax
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Float, Int
 
 from specdec_jax.core.arrays import take
 from specdec_jax.core.context import Context
 from specdec_jax.core.sampling import Sampling
 from specdec_jax.core.trees import AnyTree, NodeLayout, Tree
 from specdec_jax.core.types import Draft, DraftOptions
-from specdec_jax.drafts.heads.base import DraftLogits, TargetOutputs, every_position
+from specdec_jax.drafts.heads.base import TargetOutputs, TrainingLogits, every_position
 from specdec_jax.drafts.heads.shared_encoder import (
   SharedEncoderCache,
   SharedEncoderDraft,
@@ -102,24 +102,20 @@ class EagleTextHead(SharedEncoderHead):
     model = EagleTextModel(self.t5, self)
     return EagleTextDraft(model, sampling, self.require_static(tree), options)
 
-  def training_logits(self, target: Config, stride: int) -> DraftLogits:
-    """Return the function that computes logits at each token, which needs no anchors."""
+  def training_logits(
+    self, params: Any, target: Config, target_params: Any, outputs: TargetOutputs, stride: int
+  ) -> TrainingLogits:
+    """Return the logits at each token, which needs no anchors.
 
-    def draft_logits(params: Any, frozen: Any, outputs: TargetOutputs) -> tuple[Array, Array]:
-      logits, _ = self.after_each(params, outputs, jnp.zeros_like(outputs.inputs))
-      return logits[:, :, None], every_position(outputs.inputs)
-
-    return draft_logits
-
-  def feature_loss(
-    self, params: Any, outputs: TargetOutputs, is_token: Bool[Array, "B T"]
-  ) -> Float[Array, ""] | float:
-    """Return EAGLE's smooth L1 loss of the predicted features, averaged over their entries."""
-    predicted = self.after_each(params, outputs, jnp.zeros_like(outputs.inputs))[1][:, :-1]
-    error = jnp.abs(predicted - lax.stop_gradient(outputs.hidden[:, 1:]))
+    The further loss is EAGLE's smooth L1 loss of the predicted features, averaged over their
+    entries.
+    """
+    logits, predicted = self.after_each(params, outputs, jnp.zeros_like(outputs.inputs))
+    error = jnp.abs(predicted[:, :-1] - lax.stop_gradient(outputs.hidden[:, 1:]))
     losses = jnp.where(error < 1, error**2 / 2, error - 0.5)
-    mask = is_token[:, :-1]
-    return (losses.mean(axis=-1) * mask).sum() / jnp.maximum(mask.sum(), 1)
+    is_token = outputs.targets[:, :-1] >= 0
+    loss = (losses.mean(axis=-1) * is_token).sum() / jnp.maximum(is_token.sum(), 1)
+    return TrainingLogits(logits[:, :, None], every_position(outputs.inputs), loss)
 
 
 class EagleTextT5(SharedEncoderT5):

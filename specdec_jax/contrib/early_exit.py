@@ -6,24 +6,24 @@ The target's output projection turns the output of the block into logits.
 import dataclasses
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 from jax import Array
 from jaxtyping import Float, Int, Key
 
 from specdec_jax.core.sampling import Sampling
-from specdec_jax.core.trees import AnyTree, NodeLayout
-from specdec_jax.core.types import DraftOptions, WrappedModel
+from specdec_jax.core.trees import AnyTree, NodeLayout, NodePlacement
+from specdec_jax.core.types import DraftOptions, Model, WrappedModel
 from specdec_jax.drafts.heads.base import (
   DraftHead,
-  DraftLogits,
   TargetOutputs,
+  TrainingLogits,
   every_position,
 )
 from specdec_jax.drafts.heads.stateless import ResidualBlocks
 from specdec_jax.drafts.layer_skip import (
   LayerSkipDraft,
   cache_of_layers,
-  logits_at_each_token,
   of_layers,
   require_layers,
 )
@@ -32,6 +32,50 @@ from specdec_jax.models.config import TransformerConfig
 from specdec_jax.models.families import Config, model_of, module_of
 from specdec_jax.models.gpt import GPTModel
 from specdec_jax.models.t5 import T5Model
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class EachTokenLayout:
+  """Layout of a block of all tokens of a text, each of which is the first token of a round.
+
+  The block follows the slots of a cache that already holds these tokens, after `length` others.
+  Each token attends to the slots of the tokens before it, and to itself in the block.
+  """
+
+  length: Int[Array, " B"]
+
+  def place(
+    self, length: Int[Array, " B"], first: Any, num_nodes: int, num_slots: int
+  ) -> NodePlacement:
+    positions = self.length[:, None] + jnp.arange(num_nodes)
+    cached = jnp.broadcast_to(
+      jnp.arange(num_slots - num_nodes), (len(positions), num_slots - num_nodes)
+    )
+    is_before = cached[:, None] < positions[..., None]
+    is_itself = jnp.broadcast_to(jnp.eye(num_nodes, dtype=bool), (*positions.shape, num_nodes))
+    return NodePlacement(
+      positions,
+      key_positions=jnp.concatenate([cached, positions], axis=1),
+      visible=jnp.concatenate([is_before, is_itself], axis=2),
+    )
+
+
+def logits_at_each_token(
+  model: Model, params: Any, cache: Any, inputs: Int[Array, "B T"]
+) -> Float[Array, "B T V"]:
+  """Compute the logits of the first draft token in a round that begins at each token of a text.
+
+  In decoding, the keys and values of committed tokens are those of the complete target, and only
+  those of the last committed token are computed by the draft. `cache`, that of the target with only
+  these layers, holds all inputs, but its `length` does not count them.
+  """
+  batch, num_tokens = inputs.shape
+  num_slots = cache.layers[0][0].shape[2]
+  layout = EachTokenLayout(cache.length)
+  block_slots = ((0, 0), (0, 0), (0, num_tokens), (0, 0))
+  layers = jax.tree.map(lambda slots: jnp.pad(slots, block_slots), cache.layers)
+  cache = cache.replace(layers=layers, length=jnp.full(batch, num_slots, jnp.int32))
+  return model.extend(params, cache, inputs, layout)[0]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -91,12 +135,11 @@ class EarlyExitHead(DraftHead):
     super().require_target(target)
     require_layers(self.layers, target.num_decoder_layers)
 
-  def training_logits(self, target: Config, stride: int) -> DraftLogits:
-    def draft_logits(params: Any, frozen: Any, outputs: TargetOutputs) -> tuple[Array, Array]:
-      exit_config, exit_params = of_layers(target, frozen, self.layers)
-      model = EarlyExitModel(model_of(exit_config), self)
-      cache = cache_of_layers(outputs.cache, self.layers)
-      logits = logits_at_each_token(model, (params, exit_params), cache, outputs.inputs)
-      return logits[:, :, None], every_position(outputs.inputs)
-
-    return draft_logits
+  def training_logits(
+    self, params: Any, target: Config, target_params: Any, outputs: TargetOutputs, stride: int
+  ) -> TrainingLogits:
+    exit_config, exit_params = of_layers(target, target_params, self.layers)
+    model = EarlyExitModel(model_of(exit_config), self)
+    cache = cache_of_layers(outputs.cache, self.layers)
+    logits = logits_at_each_token(model, (params, exit_params), cache, outputs.inputs)
+    return TrainingLogits(logits[:, :, None], every_position(outputs.inputs))

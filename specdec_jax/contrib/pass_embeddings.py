@@ -21,8 +21,8 @@ from specdec_jax.core.trees import AnyTree, Tree, require_chain
 from specdec_jax.core.types import Draft, DraftOptions, Keys, Proposal
 from specdec_jax.drafts.heads.base import (
   DraftHead,
-  DraftLogits,
   TargetOutputs,
+  TrainingLogits,
   require_depth,
 )
 from specdec_jax.drafts.layer_skip import text_cache
@@ -74,10 +74,6 @@ class PassHead(DraftHead):
   kind: str = "pass"
   gamma: int = 8
 
-  @property
-  def training_slots(self) -> int:
-    return self.gamma
-
   def init(self, rng: Key[Array, ""]) -> Any:
     return {"embeddings": jax.random.normal(rng, (self.gamma - 1, self.state_dim))}
 
@@ -89,29 +85,31 @@ class PassHead(DraftHead):
   def draft_params(self, target: Config, params: Any, target_params: Any) -> Any:
     return params, target_params
 
-  def training_logits(self, target: Config, stride: int) -> DraftLogits:
-    """Return the function that computes the target's logits at the embeddings.
+  def training_logits(
+    self, params: Any, target: Config, target_params: Any, outputs: TargetOutputs, stride: int
+  ) -> TrainingLogits:
+    """Return the target's logits at the embeddings.
 
     Each text has one anchor, for any `stride`. The logits at the anchor's own token are dropped,
     because they do not depend on the embeddings.
     """
-    target_module, model, gamma = module_of(target), model_of(target), self.gamma
-
-    def draft_logits(params: Any, frozen: Any, outputs: TargetOutputs) -> tuple[Array, Array]:
-      batch, _ = outputs.inputs.shape
-      # The number of non-padding inputs. For T5, whose first input is 0, it is the position of the
-      # last input.
-      ends = (outputs.inputs > 0).sum(axis=1)
-      fraction = 0.5 if outputs.rng is None else jax.random.uniform(outputs.rng, (batch,))
-      anchor = (fraction * ends).astype(jnp.int32)
-      last_token = gather(outputs.inputs, anchor[:, None])
-      embedded = frozen["token_embedder"]["embedding"][last_token]
-      ahead = jnp.broadcast_to(params["embeddings"], (batch, *params["embeddings"].shape))
-      block = jnp.concatenate([embedded, ahead], axis=1).astype(target.layout.activations)
-      cache: Any = outputs.cache
-      cache = model.commit(cache, cache.length + anchor)
-      logits, _, _ = target_module.apply({"params": frozen}, cache, block, method="extend_embedded")
-      positions = anchor[:, None, None] + jnp.arange(1, gamma)
-      return logits[:, None, 1:], positions
-
-    return draft_logits
+    model, (batch, length) = model_of(target), outputs.inputs.shape
+    # The number of non-padding inputs. For T5, whose first input is 0, it is the position of the
+    # last input.
+    ends = (outputs.inputs > 0).sum(axis=1)
+    fraction = 0.5 if outputs.rng is None else jax.random.uniform(outputs.rng, (batch,))
+    anchor = (fraction * ends).astype(jnp.int32)
+    last_token = gather(outputs.inputs, anchor[:, None])
+    embedded = target_params["token_embedder"]["embedding"][last_token]
+    ahead = jnp.broadcast_to(params["embeddings"], (batch, *params["embeddings"].shape))
+    block = jnp.concatenate([embedded, ahead], axis=1).astype(target.layout.activations)
+    # The cache in `outputs` has no slots for the embeddings.
+    prompt_width = model.prompt_tokens(outputs.source)[0].shape[1]
+    num_slots = prompt_width + length + self.gamma
+    cache: Any = model.prefill(target_params, outputs.source, num_slots)[1]
+    cache = model.extend(target_params, cache, outputs.inputs)[2]
+    cache = model.commit(cache, cache.length + anchor)
+    variables = {"params": target_params}
+    logits = module_of(target).apply(variables, cache, block, method="extend_embedded")[0]
+    positions = anchor[:, None, None] + jnp.arange(1, self.gamma)
+    return TrainingLogits(logits[:, None, 1:], positions)

@@ -8,14 +8,12 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
-import jax
-import jax.numpy as jnp
 from jax import Array
-from jaxtyping import Float, Int
+from jaxtyping import Float
 
 from specdec_jax.core.context import Context
 from specdec_jax.core.sampling import Sampling
-from specdec_jax.core.trees import AnyTree, NodePlacement, require_static
+from specdec_jax.core.trees import AnyTree, require_static
 from specdec_jax.core.types import (
   DraftOptions,
   DraftSpec,
@@ -97,50 +95,6 @@ def cache_of_layers(cache: Any, layers: Sequence[int]) -> Any:
 
   cache = cache.replace(layers=select(cache.layers))
   return cache if cache.cross is None else cache.replace(cross=select(cache.cross))
-
-
-@dataclasses.dataclass(frozen=True, eq=False)
-class EachTokenLayout:
-  """Layout of a block of all tokens of a text, each of which is the first token of a round.
-
-  The block follows the slots of a cache that already holds these tokens, after `length` others.
-  Each token attends to the slots of the tokens before it, and to itself in the block.
-  """
-
-  length: Int[Array, " B"]
-
-  def place(
-    self, length: Int[Array, " B"], first: Any, num_nodes: int, num_slots: int
-  ) -> NodePlacement:
-    positions = self.length[:, None] + jnp.arange(num_nodes)
-    cached = jnp.broadcast_to(
-      jnp.arange(num_slots - num_nodes), (len(positions), num_slots - num_nodes)
-    )
-    is_before = cached[:, None] < positions[..., None]
-    is_itself = jnp.broadcast_to(jnp.eye(num_nodes, dtype=bool), (*positions.shape, num_nodes))
-    return NodePlacement(
-      positions,
-      key_positions=jnp.concatenate([cached, positions], axis=1),
-      visible=jnp.concatenate([is_before, is_itself], axis=2),
-    )
-
-
-def logits_at_each_token(
-  model: Model, params: Any, cache: Any, inputs: Int[Array, "B T"]
-) -> Float[Array, "B T V"]:
-  """Compute the logits of the first draft token in a round that begins at each token of a text.
-
-  In decoding, the keys and values of committed tokens are those of the complete target, and only
-  those of the last committed token are computed by the draft. `cache`, that of the target with only
-  these layers, holds all inputs, but its `length` does not count them.
-  """
-  batch, num_tokens = inputs.shape
-  num_slots = cache.layers[0][0].shape[2]
-  layout = EachTokenLayout(cache.length)
-  block_slots = ((0, 0), (0, 0), (0, num_tokens), (0, 0))
-  layers = jax.tree.map(lambda slots: jnp.pad(slots, block_slots), cache.layers)
-  cache = cache.replace(layers=layers, length=jnp.full(batch, num_slots, jnp.int32))
-  return model.extend(params, cache, inputs, layout)[0]
 
 
 @dataclasses.dataclass(frozen=True)

@@ -2,7 +2,6 @@
 
 import dataclasses
 import itertools
-import os
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
@@ -13,7 +12,6 @@ from jax import Array, lax
 from jaxtyping import Float, Int
 
 from specdec_jax.core.arrays import split_rows
-from specdec_jax.core.atomic_files import atomic_write
 from specdec_jax.core.context import Context
 from specdec_jax.core.sampling import Sampling, sample_logits
 from specdec_jax.core.trees import AnyTree, require_chain
@@ -92,18 +90,6 @@ def fit_ngrams(
   table = np.zeros((2, vocab_size, min(num_successors, vocab_size)), np.int64)
   table[:, context[is_stored], rank[is_stored]] = token[is_stored], counts[is_stored]
   return Ngrams(*(jnp.asarray(x, jnp.int32) for x in (unigrams, *table)))
-
-
-def save_ngrams(path: str | os.PathLike, ngrams: Ngrams) -> None:
-  """Write n-gram counts to a .npz file atomically."""
-  with atomic_write(path, "wb") as file:
-    np.savez_compressed(file, **ngrams._asdict())
-
-
-def load_ngrams(path: str | os.PathLike) -> Ngrams:
-  """Read n-gram counts that `save_ngrams` wrote."""
-  with np.load(path) as arrays:
-    return Ngrams(*(jnp.asarray(arrays[name], jnp.int32) for name in Ngrams._fields))
 
 
 @dataclasses.dataclass(frozen=True)

@@ -46,19 +46,19 @@ def teacher_forced_logits(
 
 def teacher_forced(
   model: Model, params: Any, prompt: Int[Array, "B P"], tokens: Int[Array, "B T"]
-) -> tuple[Float[Array, "B T V"], Int[Array, "B T"], Any]:
+) -> tuple[Float[Array, "B T V"], Float[Array, "B T E"], Int[Array, "B T"], Any]:
   """Run a forward pass over a given output.
 
   Returns:
-    The logits that predict each token, the input from which each token is predicted, and the cache,
-    which holds the prompt and all inputs. Its `length` does not count the inputs.
+    For each token, the logits and the hidden state that predict it, and the input before it; and
+    the cache, which holds the prompt and all inputs. Its `length` does not count the inputs.
   """
   first, length = model.prompt_tokens(prompt)
   last = gather(first, length[:, None] - 1)
   inputs = jnp.concatenate([last, tokens[:, :-1]], axis=1)
   _, cache = model.prefill(params, prompt, first.shape[1] + tokens.shape[1])
-  logits, _, cache = model.extend(params, cache, inputs)
-  return logits, inputs, cache
+  logits, hidden, cache = model.extend(params, cache, inputs)
+  return logits, hidden, inputs, cache
 
 
 def draft_probs(
@@ -147,7 +147,7 @@ def acceptance_and_change(
 def rejection_sampling_rate(
   target_logits: Float[Array, "*batch V"], q: Float[Array, "*batch V"], sampling: Sampling
 ) -> Float[Array, "*batch"]:
-  """Return `theory.rejection_sampling_rate` of the target's p and the draft's q."""
+  """Return the acceptance probability of rejection sampling, min_x q / p (Appendix A.2)."""
   p = distribution(target_logits, sampling)
   return jnp.where(p > 0, q / jnp.where(p > 0, p, 1.0), jnp.inf).min(axis=-1)
 

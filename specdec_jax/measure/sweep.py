@@ -12,7 +12,7 @@ from rich.console import Console
 from specdec_jax.core.atomic_files import atomic_write
 from specdec_jax.measure.progress import Progress
 from specdec_jax.measure.records import Record, append, missing, read, results_path
-from specdec_jax.measure.tables import Table, render
+from specdec_jax.measure.tables import Table, terminal_text
 
 Report = Callable[[float], None]  # function of the finished fraction of a step, from 0 to 1
 
@@ -87,6 +87,6 @@ def show(
   """Print tables, and the paths of the records and of the page."""
   console = Console(markup=False, soft_wrap=True)
   for table in tables:
-    console.print(render(table, "terminal"))
+    console.print(terminal_text(table))
   page = "" if report is None else f"; as a page: {report}"
   console.print(f"Records: {results} (measured once; delete the file to measure again){page}")

@@ -1,4 +1,4 @@
-"""Tables of text cells, in particular of records: for a terminal, as Markdown, CSV or LaTeX.
+"""Tables of text cells, in particular of records.
 
 `docs/metrics.md` explains the headings of the columns.
 """
@@ -6,7 +6,6 @@
 import dataclasses
 import io
 import operator
-import re
 import textwrap
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -17,7 +16,6 @@ from rich import box
 from rich.console import Console
 from rich.text import Text
 
-from specdec_jax.errors import InputError
 from specdec_jax.measure.records import Record
 
 MISSING = "-"
@@ -26,7 +24,7 @@ _WIDTH = 100  # characters per line of notes
 
 @dataclasses.dataclass(frozen=True)
 class Table:
-  """A table of text cells; `render` formats it."""
+  """A table of text cells; `terminal_text` formats it."""
 
   title: str  # without line breaks
   columns: tuple[str, ...]  # distinct headings
@@ -46,23 +44,8 @@ class Table:
     return [all(cell[:1] in "+-0123456789" for cell in column) for column in columns]
 
 
-def render(table: Table, fmt: str) -> str:
-  """Format a table. The text ends in a newline.
-
-  Args:
-    fmt: 'terminal', 'markdown', 'csv' or 'latex'. LaTeX code is a float with a caption, and has
-      notes and legend as comments. CSV has only headings and cells. CSV and LaTeX need pandas.
-
-  Raises:
-    InputError: there is no such format, or pandas is not installed.
-  """
-  formats = {"terminal": _terminal, "markdown": _markdown, "csv": _csv, "latex": _latex}
-  if fmt not in formats:
-    raise InputError(f"There is no format {fmt!r}; choose one of {', '.join(formats)}.")
-  return formats[fmt](table)
-
-
-def _terminal(table: Table) -> str:
+def terminal_text(table: Table) -> str:
+  """Format a table for a terminal. The text ends in a newline."""
   grid = rich.table.Table(title=Text(table.title), box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
   for heading, right in zip(table.columns, table.right_aligned):
     # One word per line, because headings are longer than the cells below them.
@@ -78,77 +61,12 @@ def _terminal(table: Table) -> str:
   return "\n".join([*lines, *notes]) + "\n"
 
 
-def _markdown(table: Table) -> str:
-  def line(cells):
-    return "| " + " | ".join(cell.replace("|", r"\|") for cell in cells) + " |"
-
-  rules = ("---:" if right else "---" for right in table.right_aligned)
-  lines = [f"**{table.title}**", "", line(table.columns), line(rules), *map(line, table.rows)]
-  return "\n".join([*lines, "", *(f"- {note}" for note in table.footer)]) + "\n"
-
-
-def _frame(table: Table):
-  try:
-    import pandas
-  except ImportError as error:
-    raise InputError(
-      f"Tables in this format need pandas ({error}); pip install 'specdec_jax[experiments]'"
-    ) from error
-  return pandas.DataFrame(table.rows, columns=[*table.columns], dtype=str)
-
-
-def _csv(table: Table) -> str:
-  return _frame(table).to_csv(index=False, lineterminator="\n")
-
-
-def _latex(table: Table) -> str:
-  styled = _frame(table).style.hide(axis="index").format(escape="latex")
-  tabular = styled.format_index(escape="latex", axis="columns").to_latex(
-    hrules=True,
-    caption=re.sub(r"([&%$#_{}])", r"\\\1", table.title),
-    position_float="centering",
-    column_format="".join("r" if right else "l" for right in table.right_aligned),
-  )
-  notes = "".join(f"% {note}\n" for note in table.footer)
-  return f"% Needs \\usepackage{{booktabs}} and \\usepackage[T1]{{fontenc}}.\n{tabular}{notes}"
-
-
 # Texts about records.
 
 
 def number_text(value: float | None, spec: str) -> str:
   """Format a number, or return MISSING if it is None."""
   return MISSING if value is None else format(value, spec)
-
-
-def sampling_text(r: Record) -> str:
-  """Return the temperature of a record, and its top-k and top-p if they are set."""
-  settings = r.settings
-  top_k = f" top-{settings.top_k}" if settings.top_k else ""
-  top_p = f" top-p {settings.top_p:g}" if settings.top_p < 1 else ""
-  return f"{settings.temperature:g}{top_k}{top_p}"
-
-
-def models_text(r: Record, draft: bool = True) -> str:
-  """Return the task, the target and (if `draft`) the draft; without a task, their labels."""
-  if r.settings.task is None:
-    names = [r.target_label, r.draft_label]
-  else:
-    names = [r.settings.task, r.models.target, r.models.draft]
-  return ", ".join(names if draft else names[:-1])
-
-
-def measured_with(records: Sequence[Record]) -> str:
-  """Return a sentence with the commit and the date of each measurement, without duplicates."""
-
-  def text(commit: str | None, date: str | None) -> str:
-    if not (commit and date):
-      return "an unrecorded commit"
-    changes = " with uncommitted changes" * commit.endswith("+")
-    return f"commit {commit.removesuffix('+')}{changes} of {date[:10]}"
-
-  commits = dict.fromkeys(text(r.origin.commit, r.origin.date) for r in records)
-  return f"Measured with {'; '.join(commits)}."
 
 
 def range_text(r: Record) -> str:
@@ -320,13 +238,6 @@ def _bandwidth(name: str, part: str, words: str) -> tuple[Column, Column]:
   )
 
 
-def _bandwidth_bound(r: Any) -> float | None:
-  if r.times.c is None:
-    return None
-  round_mb = r.settings.gamma * r.times.draft_step_mb + r.times.verify_mb
-  return r.outputs.tokens_per_round * r.times.target_step_mb / round_mb
-
-
 def _quality(r: Any) -> str:
   outputs = r.outputs
   differs = outputs.quality != outputs.baseline_quality
@@ -373,8 +284,6 @@ IDENTICAL = Column("identical", _identical, "", _IDENTICAL)
 QUALITY = Column("quality", _quality, "", _QUALITY)
 TOKENS_PER_S = Column("tokens/s", "times.speculative_tokens_per_s", ".0f")
 BASELINE_TOKENS_PER_S = Column("baseline tokens/s", "times.baseline_tokens_per_s", ".0f")
-DRAFT_MB = Column("MB", "times.draft_mb", ".1f")
-BANDWIDTH_BOUND = Column("bandwidth-bound", _bandwidth_bound, ".2f")
 
 SPEED = (TEMPERATURE, GAMMA, ALPHA, C, V, THEOREM_8, PREDICTED, SPEEDUP, IDENTICAL, LENGTH)
 BUDGET = (

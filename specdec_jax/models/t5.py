@@ -32,7 +32,6 @@ from specdec_jax.models.layers import (
 from specdec_jax.models.transformer import Cache, Transformer, TransformerModel
 
 PAD_ID = 0  # also the first token of T5's decoder
-EOS_ID = 1
 
 
 class EncoderLayer(nn.Module):

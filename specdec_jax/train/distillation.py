@@ -1,137 +1,22 @@
-"""Distillation data: texts, outputs of a target, and the target's top-k distribution per token."""
+"""Distillation data: texts, and the distributions of a teacher at their tokens."""
 
 import collections
-import dataclasses
-import functools
-import pathlib
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
-from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
+from jax.sharding import Sharding
 from rich.progress import track
 
-from specdec_jax.beams import BeamSearcher, NullBeamDraft
-from specdec_jax.checkpoints.load import open_checkpoint
-from specdec_jax.core.decode import Decoder, NullDraft
-from specdec_jax.core.sampling import Sampling, row_keys
-from specdec_jax.core.types import DecodeResult, Model, Params
-from specdec_jax.core.verify.tokens import TokenVerifier
 from specdec_jax.data.text import read_lines
-from specdec_jax.data.vocabulary import PAD_ID, Vocabulary, padded
+from specdec_jax.data.vocabulary import Vocabulary
 from specdec_jax.errors import InputError
-from specdec_jax.load import load_model
-from specdec_jax.models.families import Config, model_of, module_of
-from specdec_jax.models.layout import for_device
-from specdec_jax.models.partitioning import PartitionedModel, make_mesh, param_shardings
+from specdec_jax.models.families import Config, module_of
 from specdec_jax.train.batches import Batch, ParallelText, epoch_batches, padded_batches
 from specdec_jax.train.objectives import teacher_forced
-
-MAX_NEW_TOKENS = 96  # limit for each output
-BATCH_SIZE = 64  # rows that are decoded together
-NUM_SAMPLED_TEXTS = 512  # validation texts sampled from a decoder-only target
-
-
-class Teacher(NamedTuple):
-  """Target whose distributions drafts are trained on.
-
-  `config` has the layout of `params`, which are sharded across `mesh`.
-  """
-
-  vocabulary: Vocabulary
-  config: Config
-  params: Any
-  mesh: Mesh
-
-  @property
-  def model(self) -> Model:
-    """The target as a `Model` that is sharded across the mesh."""
-    return PartitionedModel(model_of(self.config), self.mesh)
-
-  @property
-  def batch_sharding(self) -> NamedSharding:
-    """Sharding of the rows of a batch."""
-    return NamedSharding(self.mesh, PartitionSpec("data"))
-
-  def distillation_data(
-    self,
-    path: pathlib.Path,
-    data: str,
-    sources: list[str] | None,
-    targets: list[str],
-    samples: int = 0,
-    new_sources: int = 0,
-    tail: bool = False,
-    writer: tuple[Model, Any] | None = None,
-  ) -> ParallelText:
-    """Return texts with the teacher's top-k distributions, from a file that is created if missing.
-
-    The texts are the references, `samples` outputs for each source, and one output for each of
-    `new_sources` spliced sentences (for a decoder-only target, `new_sources` texts sampled
-    unconditionally). If the file exists, it is read whatever the other arguments are.
-
-    Args:
-      data: folder of the text files.
-      sources: names of the source files; None if the target is decoder-only.
-      targets: names of the files with the translation of each source file, or of text files.
-      tail: see `teacher_topk`.
-      writer: model and parameters that sample the outputs; by default those of the teacher.
-    """
-    if path.exists():
-      return ParallelText.load(path)
-    encode = self.vocabulary.encode
-    text = parallel_text(self.vocabulary, data, sources, targets)
-    if sources:
-      lines = [line for file in sources for line in read_lines(f"{data}/{file}")]
-      new, most = [*map(encode, spliced_sentences(lines, new_sources))], self.config.num_positions
-      new = [row for row in new if most is None or len(row) <= most]
-    else:
-      new = [encode("")] * new_sources
-    for seed, prompts in enumerate([*[text.sources] * samples, new]):
-      outputs = self.outputs(prompts, Sampling(), seed, writer)
-      text = ParallelText([*text.sources, *prompts], [*text.targets, *outputs])
-    topk = teacher_topk(
-      self.config, self.params, text, tail=tail, batch_sharding=self.batch_sharding
-    )
-    path.parent.mkdir(parents=True, exist_ok=True)
-    dataclasses.replace(text, teacher=topk).save(path)
-    return ParallelText.load(path)
-
-  def validation_pairs(self, data: str, valid_source: str | None) -> ParallelText:
-    """Return validation sources and the target's argmax outputs for them.
-
-    If `valid_source` is None, return texts that the target samples unconditionally.
-    """
-    sources, sampling = [self.vocabulary.encode("")] * NUM_SAMPLED_TEXTS, Sampling()
-    if valid_source is not None:
-      sources = encoded_lines(self.vocabulary, data, [valid_source])
-      sampling = Sampling(temperature=0.0)
-    return ParallelText(sources, self.outputs(sources, sampling, seed=-1))
-
-  def outputs(
-    self,
-    sources: list[list[int]],
-    sampling: Sampling = Sampling(temperature=0.0),
-    seed: int = 0,
-    writer: tuple[Model, Any] | None = None,
-    num_beams: int | None = None,
-  ) -> list[list[int]]:
-    """Return the outputs of `model_outputs`, by default those of the teacher."""
-    model, params = writer or (self.model, self.params)
-    eos_id, pad_id = self.vocabulary.eos_id, self.vocabulary.pad_id
-    return model_outputs(model, params, sources, eos_id, sampling, seed, num_beams, pad_id)
-
-
-def open_teacher(path: str, vocabulary: Vocabulary, model_parallel: int) -> Teacher:
-  """Load a checkpoint of any format as a teacher that is sharded across this host's devices."""
-  mesh = make_mesh(model_parallel)
-  shardings = functools.partial(param_shardings, mesh=mesh)
-  layout = for_device(kernels="xla")
-  model, params = load_model("target", open_checkpoint(path), vocabulary, layout, shardings)
-  return Teacher(vocabulary, model.config, params, mesh)
 
 
 def teacher_topk(
@@ -166,52 +51,17 @@ def teacher_topk(
 
   empty = 0, k + tail  # shape for a pair that is left out
   topk = [(np.zeros(empty, np.int32), np.zeros(empty, np.float16))] * len(text)
-  for i, (tokens, probs) in _by_pair(most_probable, params, text, tokens_per_batch, batch_sharding):
+  for i, (tokens, probs) in by_pair(most_probable, params, text, tokens_per_batch, batch_sharding):
     topk[i] = tokens.astype(np.int32), probs.astype(np.float16)
   return topk
 
 
-def residual_labels(
-  drafts: Sequence[tuple[Config, Any]],
-  text: ParallelText,
-  tokens_per_batch: int = 1152,
-  batch_sharding: Sharding | None = None,
-) -> ParallelText:
-  """Return the text with labels for the target's tokens that other drafts leave to a further one.
-
-  The labels r are at first p, the distribution of the teacher in `text`. Each of the given drafts,
-  in the order in which its tokens are tried, replaces r by max(0, r - s q), where q is its
-  distribution and s is the sum of r over the labels, at first 1. So r becomes the residual
-  distribution, times the probability that all of these drafts are rejected. A draft that is trained
-  on r learns most where that is likely (boost-tuning, SpecInfer; Miao et al., 2024).
-
-  Args:
-    drafts: configuration and parameters of each draft.
-  """
-  assert text.teacher is not None
-  modules = [module_of(config) for config, _ in drafts]
-
-  def residual(params: Any, batch: Batch) -> Array:
-    labels, mass = jnp.asarray(batch.weights), jnp.ones(())
-    for draft, draft_params in zip(modules, params):
-      q = jax.nn.softmax(teacher_forced(draft, draft_params, batch))
-      q_labels = jnp.take_along_axis(q, batch.labels, axis=-1)
-      labels = jnp.maximum(labels - mass * q_labels, 0)
-      mass = labels.sum(axis=-1, keepdims=True)
-    return labels
-
-  teacher, params = list(text.teacher), [draft_params for _, draft_params in drafts]
-  for i, weights in _by_pair(residual, params, text, tokens_per_batch, batch_sharding):
-    teacher[i] = teacher[i][0], weights[: len(teacher[i][0])].astype(np.float16)
-  return dataclasses.replace(text, teacher=teacher)
-
-
-def _by_pair(
+def by_pair(
   compute: Callable[[Any, Batch], Any],
   params: Any,
   text: ParallelText,
-  tokens_per_batch: int,
-  batch_sharding: Sharding | None,
+  tokens_per_batch: int = 1152,
+  batch_sharding: Sharding | None = None,
 ) -> Iterator[tuple[int, Any]]:
   """Yield the index in `text` and the rows [T, ...] of `compute(params, batch)` of each target."""
   num_devices = 1 if batch_sharding is None else batch_sharding.num_devices
@@ -303,39 +153,3 @@ def require_positions(
         f"A line of {file} has {longest} tokens, and the model has {most} positions; leave out "
         "longer lines."
       )
-
-
-def model_outputs(
-  model: Model,
-  params: Any,
-  sources: list[list[int]],
-  eos_id: int | None = None,
-  sampling: Sampling = Sampling(temperature=0.0),
-  seed: int = 0,
-  num_beams: int | None = None,
-  pad_id: int = PAD_ID,
-) -> list[list[int]]:
-  """Decode sources without a draft; return the (at most MAX_NEW_TOKENS) ids of each output.
-
-  With `num_beams`, the output is the best text of a beam search, and nothing is sampled.
-  """
-  order = sorted(range(len(sources)), key=lambda i: len(sources[i]))
-  outputs: list[list[int]] = [[]] * len(sources)
-  decoder = Decoder(model, NullDraft(), TokenVerifier(sampling), eos_id)
-
-  def decode(prompt: Array, rng: Array) -> DecodeResult:
-    if num_beams is None:
-      return decoder.run(Params(params), prompt, rng, max_new_tokens=MAX_NEW_TOKENS)
-    searcher = BeamSearcher(model, NullBeamDraft(), num_beams, eos_id=eos_id)
-    return searcher.run(Params(params), prompt, max_new_tokens=MAX_NEW_TOKENS).best()
-
-  for start in track(range(0, len(order), BATCH_SIZE), "decoding", transient=True):
-    indices = order[start : start + BATCH_SIZE]
-    # The last batch is filled up, so that one program per prompt length is compiled.
-    indices += [indices[-1]] * (BATCH_SIZE - len(indices))
-    width = -(-max(len(sources[i]) for i in indices) // 16) * 16
-    prompt = jnp.asarray(padded([sources[i] for i in indices], width, pad_id))
-    result = decode(prompt, row_keys(seed, start, BATCH_SIZE))
-    for i, row, length in zip(indices, np.asarray(result.tokens), np.asarray(result.lengths)):
-      outputs[i] = row[:length].tolist()
-  return outputs

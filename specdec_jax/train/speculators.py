@@ -16,8 +16,14 @@ import numpy as np
 from flax import traverse_util
 from jax import Array
 
-from specdec_jax.drafts.heads.base import DraftHead, TargetOutputs, gather_positions
+from specdec_jax.drafts.heads.base import (
+  DraftHead,
+  TargetOutputs,
+  TrainingLogits,
+  gather_positions,
+)
 from specdec_jax.errors import InputError
+from specdec_jax.measure.alpha import teacher_forced
 from specdec_jax.models.families import Config, model_of, with_feature_layers
 from specdec_jax.train.batches import NO_TOKEN, Batch
 from specdec_jax.train.objectives import Divergence, Objective, divergences
@@ -52,46 +58,39 @@ def speculator_objective(
   """
   head.require_target(target)
   model: Any = with_feature_layers(model_of(target), head.feature_layers)
-  draft_logits = head.training_logits(target, stride)
 
   def target_outputs(
     frozen: Any, batch: Batch, rng: Array | None = None, progress: Array | float = 0.0
   ) -> TargetOutputs:
     prompt = jnp.where(batch.source == NO_TOKEN, target.pad_id, batch.source)
-    length = batch.targets.shape[1]
-    start_tokens, start_lengths = model.prompt_tokens(prompt)
-    last_token = jnp.take_along_axis(start_tokens, start_lengths[:, None] - 1, axis=1)
-    # Inputs after the text may be any token.
-    inputs = jnp.concatenate([last_token, jnp.maximum(batch.targets[:, :-1], 0)], axis=1)
-    _, cache = model.prefill(frozen, prompt, start_tokens.shape[1] + length + head.training_slots)
-    _, hidden, cache = model.extend(frozen, cache, inputs)
+    tokens = jnp.maximum(batch.targets, 0)  # after the text, any token
+    _, hidden, inputs, cache = teacher_forced(model, frozen, prompt, tokens)
     hidden = jnp.pad(hidden[:, :-1], ((0, 0), (1, 0), (0, 0)))
     return TargetOutputs(inputs, hidden, cache, rng, prompt, jnp.asarray(batch.targets), progress)
 
-  def weighted_loss(
-    logits: Array, batch: Batch, positions: Array, progress: Array | float
-  ) -> Array:
+  def weighted_loss(drafted: TrainingLogits, batch: Batch, progress: Array | float) -> Array:
+    positions = drafted.positions
     labels = gather_positions(batch.labels, positions)
     label_weights = gather_positions(batch.weights, positions)
-    per_token = divergences(logits, labels, label_weights, divergence, progress)
+    per_token = divergences(drafted.logits, labels, label_weights, divergence, progress)
     is_token = gather_positions(batch.targets, positions, NO_TOKEN) != NO_TOKEN
     weight = is_token * decay ** jnp.arange(positions.shape[-1])
     return _ratio((per_token * weight).sum(), weight.sum())
 
   def loss(params, frozen: Any, batch: Batch, rng: Array, progress: Array) -> Array:
     outputs = target_outputs(frozen, batch, rng, progress)
-    logits, positions = draft_logits(params, frozen, outputs)
-    of_features = head.feature_loss(params, outputs, jnp.asarray(batch.targets != NO_TOKEN))
-    return weighted_loss(logits, batch, positions, progress) + of_features
+    drafted = head.training_logits(params, target, frozen, outputs, stride)
+    return weighted_loss(drafted, batch, progress) + drafted.loss
 
   def scores(params, frozen: Any, batch: Batch) -> dict[str, Array]:
-    logits, positions = draft_logits(params, frozen, target_outputs(frozen, batch))
-    targets = gather_positions(batch.targets, positions, NO_TOKEN)
-    accepted = logits.argmax(axis=-1) == targets
+    outputs = target_outputs(frozen, batch)
+    drafted = head.training_logits(params, target, frozen, outputs, stride)
+    targets = gather_positions(batch.targets, drafted.positions, NO_TOKEN)
+    accepted = drafted.logits.argmax(axis=-1) == targets
     is_round = targets[..., 0] != NO_TOKEN  # anchors before the end of the text
     acceptance_length = 1 + jnp.cumprod(accepted, axis=-1).sum(axis=-1)
     return {
-      "valid_loss": weighted_loss(logits, batch, positions, 0.0),
+      "valid_loss": weighted_loss(drafted, batch, 0.0),
       "valid_acceptance_length": _ratio((acceptance_length * is_round).sum(), is_round.sum()),
     }
 

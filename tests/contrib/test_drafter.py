@@ -107,7 +107,12 @@ def test_glancing_shows_a_share_of_the_wrong_tokens_and_leaves_them_out_of_the_l
   length = drafted.targets.shape[1]
   texts = np.where(drafted.targets > 0, drafted.targets, NO_TOKEN)
   outputs = TargetOutputs(drafted.inputs, None, None, None, drafted.source, jnp.asarray(texts), 0.0)
-  draft_logits = jax.jit(drafted.head.training_logits(models.target.config, 1))
+  target = models.target.config
+
+  @jax.jit
+  def draft_logits(params, frozen, outputs):
+    return drafted.head.training_logits(params, target, frozen, outputs, 1)[:2]
+
   first, positions = (np.array(x) for x in draft_logits(drafted.params, (), outputs))
   padded = np.pad(drafted.targets, ((0, 0), (0, 10)))
   targets = padded[np.arange(6)[:, None, None], positions]

@@ -7,7 +7,7 @@ import tiny_pair
 
 from experiments.drafts import drafts as bench_drafts
 from experiments.figures.figures import drafts_figure
-from experiments.tables import named_table
+from experiments.lib.tables import named_table
 from specdec_jax.core.verify.blocks import BlockVerifier
 from specdec_jax.core.verify.gumbel import GumbelVerifier
 from specdec_jax.drafts.layer_skip import layer_skip

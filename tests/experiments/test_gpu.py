@@ -139,7 +139,7 @@ def test_times_of_kernels():
 
 def test_model_of_the_records_predicts_the_measured_batches_within_a_tenth():
   from experiments.gpu import predict
-  from experiments.tables import lines
+  from experiments.lib.records import lines
 
   compiled = lines(COMPILED)
   measured = predict.measured_us()
@@ -152,7 +152,7 @@ def test_model_of_the_records_predicts_the_measured_batches_within_a_tenth():
 
 def test_expected_speed_of_a_batch_waits_for_its_slowest_row():
   from experiments.gpu.measure import gpu_speed_table
-  from experiments.tables import lines
+  from experiments.lib.records import lines
 
   measured = lines(FOLDER / "measured.jsonl")
   table = gpu_speed_table(measured)
@@ -172,7 +172,7 @@ def test_expected_speed_of_a_batch_waits_for_its_slowest_row():
 
 def test_the_papers_alphas_put_base_before_small_in_translation():
   from experiments.gpu.predict import gpu_alphas_table
-  from experiments.tables import lines
+  from experiments.lib.records import lines
 
   speeds = {row[:3]: float(row[-1]) for row in gpu_alphas_table(lines(COMPILED_GPU)).rows}
   for temperature in ("0", "1"):

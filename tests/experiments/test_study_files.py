@@ -63,12 +63,17 @@ def test_study_parses_with_files_of_models_tasks_and_drafts(paths):
 
 
 @pytest.mark.parametrize(
-  "path", ["learned_drafts/train_divergence", "methods/train_boosted", "methods/train_on_policy"]
+  "path, function",
+  [
+    ("learned_drafts/train_divergence", "train.train_draft"),
+    ("methods/train_boosted", "train.train_draft"),
+    ("methods/train_on_policy", "on_policy.train_on_policy"),
+  ],
 )
-def test_training_a_draft_further_does_not_overwrite_it(path):
+def test_training_a_draft_further_does_not_overwrite_it(path, function):
   try:
     run.parse_gin([f"experiments/{path}.gin"], [], [])
-    settings = gin.get_bindings("train.train_draft", resolve_references=False)
+    settings = gin.get_bindings(function, resolve_references=False)
     output, start = (settings[name].scoped_configurable_fn() for name in ("output", "start"))
     assert output != start == "runs/multi30k_ende/pair/draft"
   finally:

@@ -2,7 +2,6 @@
 
 import csv
 import importlib
-import importlib.util
 import pathlib
 import re
 import subprocess
@@ -11,11 +10,12 @@ import sys
 import pytest
 from test_records import RECORD as SETTING
 
+from experiments.lib import pages
+from experiments.lib.tables import LINES, PATHS, RECORDS, measured_table
 from experiments.model_free_drafts.given_outputs import GIVEN_OUTPUTS_LEGEND
 from experiments.paper.paper import load_table
 from experiments.paper.paper_tables import paper_table
 from experiments.peers.compare import PEERS_LEGEND
-from experiments.tables import LINES, PATHS, RECORDS, measured_table
 from experiments.throughput.throughput import gammas_table
 from specdec_jax.measure.records import append
 from specdec_jax.measure.tables import BUDGET, ROOFLINE, SPEED, Column
@@ -307,11 +307,8 @@ def test_metrics_page_explains_every_heading_of_a_legend():
 
 def test_every_page_quotes_the_records_it_names():
   """If this fails because a record or a table has changed, run: python scripts/quote.py"""
-  spec = importlib.util.spec_from_file_location("quote", ROOT / "scripts" / "quote.py")
-  quote = importlib.util.module_from_spec(spec)
-  spec.loader.exec_module(quote)
-  assert [str(path) for path, _ in quote.outdated()] == []
-  assert sum(path.read_text().count("<!-- table: ") for path in quote.pages()) >= 8
+  assert [str(path) for path, _ in pages.outdated()] == []
+  assert sum(path.read_text().count("<!-- table: ") for path in pages.pages()) >= 8
 
 
 def test_speed_without_a_draft_is_in_the_rows_of_all_drafts():

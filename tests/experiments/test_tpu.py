@@ -343,9 +343,9 @@ def test_table_2_is_computed_from_the_compiled_costs():
 
 
 def test_table_2_file_holds_all_programs_and_gives_the_published_table():
+  from experiments.lib.formats import render
   from experiments.paper.paper import load_table
   from experiments.tpu_v4 import table2 as tpu_table2
-  from specdec_jax.measure.tables import render
 
   rows = load_table(4)
   compiled = tpu_table2.compile_missing(rows, TABLE_2)  # compiles nothing

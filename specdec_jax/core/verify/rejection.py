@@ -3,7 +3,7 @@
 The appendix has an iteration: sample x from q, return x if u < p(x) / (M q(x)) for a uniform u in
 [0, 1) and M = max p / q, and otherwise try again. Each try returns x with probability p(x) / M, so
 the token of the iteration has distribution p, whatever was rejected before. A try succeeds with
-probability 1 / M = min q / p (`theory.rejection_sampling_rate`), often 0 for a whole vocabulary.
+probability 1 / M = min q / p, often 0 for a whole vocabulary.
 
 In a round, the children of a node are its first tries, each sampled from q independently. If all
 are rejected, the rest of the iteration needs no further tries: the token that it would return has

@@ -9,14 +9,13 @@ training text from which the head drafts.
 
 import abc
 import dataclasses
-from collections.abc import Callable
 from typing import Any, ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import Array
 from jax.typing import ArrayLike
-from jaxtyping import Bool, Float, Int, Key, Shaped
+from jaxtyping import Float, Int, Key, Shaped
 
 from specdec_jax.core.context import Context
 from specdec_jax.core.sampling import Sampling
@@ -55,9 +54,17 @@ class TargetOutputs(NamedTuple):
   progress: Float[Array, ""] | float
 
 
-# Function of (parameters, target parameters, target outputs). It returns the logits [B, A, N, V] of
-# the draft tokens, and the positions [B, A, N] of the predicted tokens in the text.
-DraftLogits = Callable[[Any, Any, TargetOutputs], tuple[Array, Array]]
+class TrainingLogits(NamedTuple):
+  """Teacher-forced logits of draft tokens, from which training computes the loss.
+
+  Attributes:
+    positions: positions of the predicted tokens in the text.
+    loss: further loss, such as that of predicted hidden states.
+  """
+
+  logits: Float[Array, "B A N V"]
+  positions: Int[Array, "B A N"]
+  loss: Float[Array, ""] | float = 0.0
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -93,11 +100,6 @@ class DraftHead(TransformerConfig, abc.ABC):
     return ()
 
   @property
-  def training_slots(self) -> int:
-    """Number of slots that training needs in the target's cache after a text."""
-    return 0
-
-  @property
   def t5(self) -> T5Config:
     """Configuration of a T5 whose decoder is the head."""
     names = {field.name for field in dataclasses.fields(T5Config)} & vars(self).keys()
@@ -118,17 +120,13 @@ class DraftHead(TransformerConfig, abc.ABC):
     return params
 
   @abc.abstractmethod
-  def training_logits(self, target: Config, stride: int) -> DraftLogits:
-    """Return the function that computes teacher-forced logits for the training loss.
+  def training_logits(
+    self, params: Any, target: Config, target_params: Any, outputs: TargetOutputs, stride: int
+  ) -> TrainingLogits:
+    """Return the logits of draft tokens for the training loss.
 
     `stride` is the distance between anchors in tokens; heads with an anchor per token ignore it.
     """
-
-  def feature_loss(
-    self, params: Any, outputs: TargetOutputs, is_token: Bool[Array, "B T"]
-  ) -> Float[Array, ""] | float:
-    """Return the loss of predicted hidden states, added to the divergence; 0 by default."""
-    return 0.0
 
   def require_target(self, target: TransformerConfig) -> None:
     """Raise InputError if the target lacks the encoder, shape or layers that the head needs."""

@@ -35,8 +35,8 @@ from specdec_jax.core.types import Draft, DraftOptions, Keys, Outcome, Proposal
 from specdec_jax.drafts.dynamic import DynamicDraft
 from specdec_jax.drafts.heads.base import (
   DraftHead,
-  DraftLogits,
   TargetOutputs,
+  TrainingLogits,
   every_position,
   target_cache,
 )
@@ -91,24 +91,23 @@ class SharedEncoderHead(DraftHead):
       return DynamicSharedEncoderDraft(model, tree, min(8, self.vocab_size), options)
     return SharedEncoderDraft(model, sampling, self.require_static(tree), options)
 
-  def training_logits(self, target: Config, stride: int) -> DraftLogits:
-    """Return the function that computes logits at each token, conditioned on its anchor.
+  def training_logits(
+    self, params: Any, target: Config, target_params: Any, outputs: TargetOutputs, stride: int
+  ) -> TrainingLogits:
+    """Return the logits at each token, conditioned on its anchor.
 
     The anchor of a token is the last anchor at or before it, or the first token. In validation,
     every `stride`-th token is an anchor. In training, each token is an anchor with probability 1 /
     `stride`, because rounds have many lengths.
     """
-
-    def draft_logits(params: Any, frozen: Any, outputs: TargetOutputs) -> tuple[Array, Array]:
-      shape = outputs.inputs.shape
-      positions = jnp.arange(shape[1])
-      is_anchor = jnp.broadcast_to(positions % stride == 0, shape)
-      if outputs.rng is not None:
-        is_anchor = jax.random.bernoulli(outputs.rng, 1 / stride, shape)
-      anchors = lax.cummax(jnp.where(is_anchor, positions, 0), axis=1)
-      return self.after_each(params, outputs, anchors)[:, :, None], every_position(outputs.inputs)
-
-    return draft_logits
+    shape = outputs.inputs.shape
+    positions = jnp.arange(shape[1])
+    is_anchor = jnp.broadcast_to(positions % stride == 0, shape)
+    if outputs.rng is not None:
+      is_anchor = jax.random.bernoulli(outputs.rng, 1 / stride, shape)
+    anchors = lax.cummax(jnp.where(is_anchor, positions, 0), axis=1)
+    logits = self.after_each(params, outputs, anchors)
+    return TrainingLogits(logits[:, :, None], every_position(outputs.inputs))
 
   def after_each(self, params: Any, outputs: TargetOutputs, anchors: Int[Array, "B T"]) -> Any:
     """Return what the module's `after_each` returns for the outputs of the target."""

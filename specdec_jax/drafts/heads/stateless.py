@@ -27,9 +27,9 @@ from specdec_jax.core.types import Draft, DraftOptions, Keys, Proposal
 from specdec_jax.drafts.dynamic import grow, require_candidates
 from specdec_jax.drafts.heads.base import (
   DraftHead,
-  DraftLogits,
   Source,
   TargetOutputs,
+  TrainingLogits,
   gather_positions,
   require_depth,
   round_positions,
@@ -257,31 +257,29 @@ class StatelessHead(DraftHead):
     decoder = {k: x for k, x in target_params["decoder"].items() if not k.startswith("layers_")}
     return params, {"token_embedder": target_params["token_embedder"], "decoder": decoder}
 
-  def training_logits(self, target: Config, stride: int) -> DraftLogits:
-    """Return the function that computes teacher-forced logits from each anchor's hidden state."""
-    module, target_module = self.module, module_of(target)
+  def training_logits(
+    self, params: Any, target: Config, target_params: Any, outputs: TargetOutputs, stride: int
+  ) -> TrainingLogits:
+    """Return the logits of the draft tokens after each anchor, from its hidden state."""
+    target_module = module_of(target)
+    positions = round_positions(outputs.inputs, outputs.rng, stride, self.gamma)
 
-    def draft_logits(params: Any, frozen: Any, outputs: TargetOutputs) -> tuple[Array, Array]:
-      positions = round_positions(outputs.inputs, outputs.rng, stride, self.gamma)
+    def repeat_for_anchors(x: Array) -> Array:
+      return jnp.repeat(x, positions.shape[1], axis=0)
 
-      def repeat_for_anchors(x: Array) -> Array:
-        return jnp.repeat(x, positions.shape[1], axis=0)
+    def merge_anchors(x: Array) -> Array:
+      return x.reshape(-1, *x.shape[2:])  # [B, A, ...] -> [B A, ...]
 
-      def merge_anchors(x: Array) -> Array:
-        return x.reshape(-1, *x.shape[2:])  # [B, A, ...] -> [B A, ...]
+    def project(hidden: Array) -> Array:
+      return target_module.apply({"params": target_params}, hidden, method="logits")
 
-      def project(hidden: Array) -> Array:
-        return target_module.apply({"params": frozen}, hidden, method="logits")
-
-      source: tuple[Any, Any] = None, None
-      if self.has_encoder:
-        cross = outputs.cache.cross[-1], outputs.cache.cross_bias
-        source = jax.tree.map(repeat_for_anchors, cross)
-      hidden = gather_positions(outputs.hidden, positions[..., :1])[:, :, 0]
-      previous = gather_positions(outputs.inputs, positions)
-      logits = module.apply(
-        {"params": params}, merge_anchors(hidden), merge_anchors(previous), source, project
-      )
-      return logits.reshape(*positions.shape, -1), positions
-
-    return draft_logits
+    source: tuple[Any, Any] = None, None
+    if self.has_encoder:
+      cross = outputs.cache.cross[-1], outputs.cache.cross_bias
+      source = jax.tree.map(repeat_for_anchors, cross)
+    hidden = gather_positions(outputs.hidden, positions[..., :1])[:, :, 0]
+    previous = gather_positions(outputs.inputs, positions)
+    logits = self.module.apply(
+      {"params": params}, merge_anchors(hidden), merge_anchors(previous), source, project
+    )
+    return TrainingLogits(logits.reshape(*positions.shape, -1), positions)

@@ -1,22 +1,21 @@
 """Tables by name: those of the paper, of a study, and of any records."""
 
 import importlib
-import json
 import pathlib
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
 
+from experiments.lib.records import lines, measured_with
 from experiments.paper.paper import load_table
 from experiments.paper.paper_tables import paper_table
 from specdec_jax import registry
 from specdec_jax.errors import InputError
 from specdec_jax.measure.records import Record, read
-from specdec_jax.measure.tables import Table, measured_with, number_text, speed_table
+from specdec_jax.measure.tables import Table, number_text, speed_table
 
 # Name of a table -> module in `experiments` with its function, as in `lengths_table`. Functions of
 # these tables take records,
 RECORDS = {
-  "measured": "tables",
+  "measured": "lib.tables",
   "lengths": "trees.trees",
   "acceptance": "table3.acceptance",
   "online": "learned_drafts.online",
@@ -53,10 +52,10 @@ PATHS = {
   "dynamic-speeds": "tpu_v4.tree_speeds",  # a file of records, and reports on dynamic trees
   "compiled-pairs": "tpu_v4.examine",  # reports
   "compiled-batches": "tpu_v4.examine",
-  "training": "tables",  # copies of `metrics.jsonl`; the name of a copy is the name of its row
+  "training": "lib.tables",  # copies of `metrics.jsonl`; the name of a copy is the name of its row
   "status": "paper.status",
   "status-counts": "paper.status",
-  "draft-names": "tables",
+  "draft-names": "lib.tables",
 }
 
 TRAINING_LEGEND = {
@@ -99,21 +98,9 @@ def _records(paths: Sequence[str | pathlib.Path]) -> list[Record]:
   return [record for path in paths for record in read(path)]
 
 
-def lines(path: str | pathlib.Path) -> list[dict[str, Any]]:
-  """Return the objects in a file of JSON lines."""
-  return [json.loads(line) for line in pathlib.Path(path).read_text().splitlines()]
-
-
 def measured_table(records: Sequence[Record]) -> Table:
   """Return a table of predicted and measured speedups with one row per record."""
   return speed_table(records, [measured_with(records)])
-
-
-def measured_on(rows: Sequence[Mapping[str, Any]]) -> str:
-  """Return the processor, the commits and the date of rows of JSON."""
-  first, commits = rows[0], dict.fromkeys(row["commit"] for row in rows)
-  name = "commit" if len(commits) == 1 else "commits"
-  return f"{first['processor']}, {name} {', '.join(commits)} of {str(first['date'])[:10]}."
 
 
 def draft_names_table() -> Table:
