@@ -17,6 +17,7 @@ from rich.progress import track
 from specdec_jax.beams import BeamSearcher, NullBeamDraft
 from specdec_jax.checkpoints.load import open_checkpoint
 from specdec_jax.core.decode import Decoder, NullDraft
+from specdec_jax.core.identity import described, params_digest, require_same
 from specdec_jax.core.sampling import Sampling, row_keys
 from specdec_jax.core.types import DecodeResult, Model, Params
 from specdec_jax.core.verify.tokens import TokenVerifier
@@ -70,7 +71,7 @@ class Teacher(NamedTuple):
 
     The texts are the references, `samples` outputs for each source, and one output for each of
     `new_sources` spliced sentences (for a decoder-only target, `new_sources` texts sampled
-    unconditionally). If the file exists, it is read whatever the other arguments are.
+    unconditionally). A file that was made with other arguments or models raises InputError.
 
     Args:
       data: folder of the text files.
@@ -79,8 +80,17 @@ class Teacher(NamedTuple):
       tail: see `teacher_topk`.
       writer: model and parameters that sample the outputs; by default those of the teacher.
     """
+    contents = [pathlib.Path(data, name).read_bytes() for name in (*(sources or ()), *targets)]
+    values: dict[str, Any] = dict(sources=sources, targets=targets, samples=samples)
+    values |= dict(new_sources=new_sources, tail=tail)
+    values |= dict(texts=params_digest([np.frombuffer(x, "u1") for x in contents]))
+    values |= dict(vocabulary=self.vocabulary.fingerprint(), target=params_digest(self.params))
+    made_from = described(values | {"writer": writer and params_digest(writer[1])})
     if path.exists():
-      return ParallelText.load(path)
+      text = ParallelText.load(path)
+      advice = "name another file, or delete this one"
+      require_same(text.made_from, made_from, f"{path} was made", advice)
+      return text
     encode = self.vocabulary.encode
     text = parallel_text(self.vocabulary, data, sources, targets)
     if sources:
@@ -96,7 +106,7 @@ class Teacher(NamedTuple):
       self.config, self.params, text, tail=tail, batch_sharding=self.batch_sharding
     )
     path.parent.mkdir(parents=True, exist_ok=True)
-    dataclasses.replace(text, teacher=topk).save(path)
+    dataclasses.replace(text, teacher=topk, made_from=made_from).save(path)
     return ParallelText.load(path)
 
   def validation_pairs(self, data: str, valid_source: str | None) -> ParallelText:
