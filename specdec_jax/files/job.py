@@ -66,10 +66,10 @@ def plan(
   elif (config.num_beams or 1) > 1:  # the steps that the draft searches ahead
     shape = given_tree(2 if gamma is None else gamma, None) or chain(1)
   else:
-    texts = (source_of(record, prefix) for record in sample)
-    decodable = [*filter(pair.can_decode, texts)]
-    how = config, batch_size, seed, lenience, reasons.append
-    shape = chosen_tree(pair, decodable, gamma, tree, *how)
+    texts = [*filter(pair.can_decode, (source_of(record, prefix) for record in sample))]
+    shape = chosen_tree(
+      pair, texts, gamma, tree, config, batch_size, seed, lenience, reasons.append
+    )
   assert isinstance(shape, Tree)  # `tree` has parents or is 'auto'
   draft = pair.draft.build(config.sampling(), shape) if shape.num_draft_tokens else None
   arguments = dict(gamma=gamma, tree=tree, batch_size=batch_size, seed=seed, prefix=prefix)
