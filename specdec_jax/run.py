@@ -354,6 +354,21 @@ def _kind_of(value: object) -> Any:
   return type(value) if isinstance(value, (bool, int, float, str)) else Any
 
 
+class Macro:
+  """Macro of the gin configuration, as a picklable function that returns its value.
+
+  Another process parses the configuration when it first calls the function.
+  """
+
+  def __init__(self, name: str):
+    self._name, self._config = name, gin.config_str()
+
+  def __call__(self) -> Any:
+    if not gin.config_is_locked():  # this process has not parsed the gin files
+      gin.parse_config(self._config)
+    return gin.get_configurable(f"{self._name}/gin.macro")()
+
+
 def macros() -> dict[str, object]:
   """Return the macros of the parsed gin files."""
   config = gin.config._CONFIG

@@ -4,6 +4,7 @@ One test runs two worker processes, and one kills a process with SIGKILL while i
 Other pipelines run in this process.
 """
 
+import fcntl
 import gzip
 import importlib
 import json
@@ -13,19 +14,20 @@ import signal
 import types
 
 import gin
+import jax
 import pytest
 import tiny_pair
 
 from specdec_jax import run as command_line
+from specdec_jax.commands.decode import decode
 from specdec_jax.core.generation_config import GenerationConfig
 from specdec_jax.core.trees import chain
 from specdec_jax.errors import InputError
+from specdec_jax.files.records import count_records
 from specdec_jax.measure import calibrate
-from specdec_jax.serve.decode import decode
-from specdec_jax.serve.lines import count_records
 
 pytest.importorskip("apache_beam", reason="Apache Beam is not installed")
-beam_pipeline = importlib.import_module("specdec_jax.serve.beam_pipeline")
+beam_pipeline = importlib.import_module("specdec_jax.files.beam_pipeline")
 
 pytestmark = pytest.mark.slow
 
@@ -37,22 +39,15 @@ SETTINGS = dict(generation=GenerationConfig(**SAMPLED), gamma=GAMMA, batch_size=
 WIDTH = 8  # source tokens: the rest is cut
 
 
-class LoadPair:
-  """Function that loads the tiny pair, with the same `repr` in all processes."""
-
-  def __call__(self):
-    return tiny_pair.pair(max_source_tokens=WIDTH)
-
-  def __repr__(self):
-    return "tiny"
+def load_tiny_pair():
+  return tiny_pair.pair(max_source_tokens=WIDTH)
 
 
 def fail_to_load():
   raise InputError("no such pair; give another.")
 
 
-def run(output_dir, texts=TEXTS, load_pair=None, **settings):
-  load_pair = load_pair or LoadPair()
+def run(output_dir, texts=TEXTS, load_pair=load_tiny_pair, **settings):
   decode(load_pair, texts, str(output_dir), **{**SETTINGS, "num_shards": 4, **settings})
 
 
@@ -83,20 +78,22 @@ def copied(finished, tmp_path) -> pathlib.Path:
 
 def test_records_counters_and_summary_are_those_of_generate(finished, tmp_path, capsys):
   records = [json.loads(line) for line in outputs(finished).splitlines()]
-  assert [(r["index"], r["source"]) for r in records] == [*enumerate(TEXTS)]
+  found = [(r["decoded"]["index"], r["source"]) for r in records]
+  assert found == [*enumerate(TEXTS)]
   lengths = [path.read_bytes().count(b"\n") for path in sorted(finished.glob("outputs-*"))]
   assert lengths == [6, 6, 6, 4]
-  pair = LoadPair()()
-  own = pair.generate(TEXTS, gamma=GAMMA, **SAMPLED)
+  own = load_tiny_pair().generate(TEXTS, gamma=GAMMA, **SAMPLED)
   own = [(output.text, output.tokens.tolist()) for text, output in zip(TEXTS, own) if text]
-  assert [(r["output"], r["tokens"]) for r in records if r["source"]] == own
-  assert records[10] == dict(
-    index=10, source="", output="", tokens=[], rounds=0, draft_tokens=0, accepted=0
-  )
+  decoded = [r["decoded"] for r in records]
+  assert [(each["text"], each["tokens"]) for each in decoded if each["index"] != 10] == own
+  assert records[10] == dict(source="", decoded=decoded[10])
+  assert decoded[10] == dict(index=10, text="", tokens=[], rounds=0, draft_tokens=0, accepted=0)
   counts = count_records(records)
   rate = counts["accepted"] / counts["draft_tokens"]
   assert 0.1 < rate < 0.95
-  handler = beam_pipeline.SpeculativeModelHandler(LoadPair(), chain(GAMMA), BATCH, **SAMPLED)
+  handler = beam_pipeline.SpeculativeModelHandler(
+    load_tiny_pair, tree=chain(GAMMA), batch_size=BATCH, **SAMPLED
+  )
   shards = []
   for first in (0, 9, 18):
     shards.append((f"{tmp_path}/inputs-{first}", f"{tmp_path}/outputs-{first}", first))
@@ -120,27 +117,39 @@ def test_outputs_depend_neither_on_shards_nor_on_input_files(finished, tmp_path,
   folder, pattern = tmp_path / "out", "part-*"
   with pytest.raises(InputError, match="^no such pair; give another."):  # Beam adds the step
     run(folder, pattern, load_pair=fail_to_load)
+  with monkeypatch.context() as patch, pytest.raises(RuntimeError, match="interrupted"):
+    patch.setattr("specdec_jax.files.records.outputs", interrupted)
+    run(folder, pattern, seed=1)
   # A run without outputs does not bind the next run.
-  assert (folder / "run.json").exists() and not [*folder.glob("outputs-*.jsonl")]
+  assert (folder / "run.json").read_text() and not [*folder.glob("outputs-*.jsonl")]
   run(folder, pattern, num_shards=10, num_texts=len(TEXTS))
   assert outputs(folder) == outputs(finished)
 
 
-def test_other_fields_of_json_lines_are_kept(tmp_path):
-  fields = [{"source": "A man \u00e4", "id": 7}, {"text": "Two dogs", "tokens": "mine"}]
-  (tmp_path / "in.jsonl").write_text("".join(json.dumps(each) + "\n" for each in fields))
-  run(tmp_path / "out", str(tmp_path / "in.jsonl"), num_shards=1)
-  line, other = outputs(tmp_path / "out").decode().splitlines()
-  record, other = json.loads(line), json.loads(other)
-  assert record["id"] == 7 and "id" not in other and isinstance(other["tokens"], list)
-  assert "A man \u00e4" in line and other["source"] == "Two dogs" and "text" not in other
+def test_fields_of_json_lines_and_prefix(tmp_path):
+  fields = [{"source": "A man \u00e4", "index": "mine"}, {"text": "Two dogs", "tokens": 3}]
+  (tmp_path / "in.ndjson").write_text("".join(json.dumps(each) + "\n" for each in fields))
+  run(tmp_path / "out", str(tmp_path / "in.ndjson"), num_shards=1, prefix="The ")
+  lines = outputs(tmp_path / "out").decode().splitlines()
+  found = [json.loads(line) for line in lines]
+  texts = [each.pop("decoded")["text"] for each in found]
+  assert found == fields and "A man \u00e4" in lines[0]
+  own = load_tiny_pair().generate(["The A man \u00e4", "The Two dogs"], gamma=GAMMA, **SAMPLED)
+  assert texts == [*map(str, own)]
+
+
+def test_field_decoded_is_reported_before_a_pair_is_loaded(tmp_path):
+  (tmp_path / "in.jsonl").write_text('{"source": "A man", "decoded": 1}\n')
+  with pytest.raises(InputError, match="in.jsonl, line 1 has the field 'decoded'"):
+    run(tmp_path / "out", str(tmp_path / "in.jsonl"), load_pair=fail_to_load)
 
 
 def test_worker_processes_of_the_command_write_the_same_outputs(finished, tmp_path, monkeypatch):
   model = tiny_pair.folder()
+  (tmp_path / "in.txt").write_text("\n".join(TEXTS) + "\n")
   settings = {
-    "INPUT": str(finished / "outputs-*.jsonl"),
-    "OUTPUT_DIR": str(tmp_path),
+    "INPUT": str(tmp_path / "in.txt"),
+    "OUTPUT_DIR": str(tmp_path / "out"),
     "PIPELINE_OPTIONS": ["--direct_running_mode=multi_processing", "--direct_num_workers=2"],
     "NUM_SHARDS": 4,
     "GAMMA": GAMMA,
@@ -160,7 +169,7 @@ def test_worker_processes_of_the_command_write_the_same_outputs(finished, tmp_pa
     gin.get_configurable(command_line.run)()
   finally:
     gin.clear_config()
-  assert outputs(tmp_path) == outputs(finished)
+  assert outputs(tmp_path / "out") == outputs(finished)
 
 
 def write_and_be_killed(path: str, records: list[dict]) -> None:
@@ -197,16 +206,58 @@ def test_command_resumes_after_a_worker_was_killed_while_it_wrote(finished, tmp_
   assert {path: path.stat().st_mtime_ns for path in times} == times
 
 
-def test_finished_shards_are_not_decoded_again(copied, finished, monkeypatch):
-  def refuse(*args, **kwargs):
-    raise TypeError("decoded again")
+def interrupted(*args, **kwargs):
+  raise RuntimeError("interrupted")
 
-  monkeypatch.setattr("specdec_jax.serve.beam_pipeline.outputs", refuse)
+
+def test_finished_shards_are_not_decoded_again(copied, finished, monkeypatch):
+  monkeypatch.setattr("specdec_jax.files.records.outputs", interrupted)
   run(copied)
   assert outputs(copied) == outputs(finished)
   (copied / "outputs-00002-of-00004.jsonl").unlink()
-  with pytest.raises(TypeError, match="decoded again"):
+  with pytest.raises(RuntimeError, match="interrupted"):
     run(copied)
+
+
+def load_changed_pair():
+  """Return the pair that `load_tiny_pair` returns after its weights were replaced."""
+  pair = load_tiny_pair()
+  return pair.with_target(params=jax.tree.map(lambda x: x * 2, pair.target.params))
+
+
+class Replaced:
+  """Function that loads one pair the first time, and then another one."""
+
+  calls = 0
+
+  def __call__(self):
+    Replaced.calls += 1
+    return load_tiny_pair() if Replaced.calls == 1 else load_changed_pair()
+
+
+def test_worker_that_loads_another_pair_writes_no_outputs(tmp_path):
+  with pytest.raises(InputError, match="target_weights .* all workers need the same checkpoints"):
+    run(tmp_path, load_pair=Replaced())
+  assert Replaced.calls == 2 and not [*tmp_path.glob("outputs-*.jsonl")]
+
+
+def test_two_runs_cannot_write_to_one_folder(copied, finished):
+  with (copied / "run.json").open() as file:
+    fcntl.flock(file, fcntl.LOCK_EX)
+    with pytest.raises(InputError, match=f"another run is writing to {copied}; wait"):
+      run(copied)
+  run(copied)
+  assert outputs(copied) == outputs(finished)
+
+
+def test_outputs_without_a_job_are_kept(copied):
+  before = outputs(copied)
+  (copied / "run.json").write_text("")
+  with pytest.raises(
+    InputError, match="run.json does not begin with the job .* choose another output"
+  ):
+    run(copied)
+  assert outputs(copied) == before
 
 
 @pytest.mark.parametrize(
@@ -217,14 +268,29 @@ def test_finished_shards_are_not_decoded_again(copied, finished, monkeypatch):
     ("temperature", dict(generation=GenerationConfig(max_new_tokens=LIMIT))),
     ("top_k", dict(generation=GenerationConfig(top_k=3, **SAMPLED))),
     ("num_shards", dict(num_shards=3)),
-    ("pair", dict(load_pair=tiny_pair.pair)),
-    ("inputs", dict(num_texts=None, texts=[*TEXTS[:-1], "Zwei"])),
+    ("max_source_tokens", dict(load_pair=tiny_pair.pair)),
+    ("target_weights", dict(load_pair=load_changed_pair)),
+    ("sources", dict(num_texts=None, texts=[*TEXTS[:-1], "Zwei"])),
   ],
 )
 def test_other_settings_in_the_same_folder_raise(copied, finished, name, other):
   with pytest.raises(InputError, match=f"run.json is of a run with {name} .* another OUTPUT_DIR"):
     run(copied, **other)
   assert outputs(copied) == outputs(finished)
+
+
+def test_other_fields_or_another_prefix_in_the_same_folder_raise(tmp_path):
+  def decode_record(number=0, prefix=""):
+    (tmp_path / "in.jsonl").write_text(f'{{"text": "A man", "id": {number}}}\n')
+    run(tmp_path / "out", str(tmp_path / "in.jsonl"), prefix=prefix)
+
+  decode_record()
+  before = outputs(tmp_path / "out")
+  with pytest.raises(InputError, match="run.json is of a run with sources "):
+    decode_record(number=1)
+  with pytest.raises(InputError, match="run.json is of a run with prefix ''"):
+    decode_record(prefix="The ")
+  assert outputs(tmp_path / "out") == before
 
 
 @pytest.mark.parametrize(

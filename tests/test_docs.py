@@ -44,7 +44,7 @@ def test_reference_documents_the_public_names():
 
 def test_guides_import_public_names():
   """Apart from modules that need a package of an extra, which the reference does not import."""
-  extras = {"data.tasks", "serve.beam_pipeline.SpeculativeModelHandler"}
+  extras = {"data.tasks", "files.beam_pipeline.SpeculativeModelHandler"}
   public = {f"specdec_jax.{name}" for name in {*reference(), *extras}}
   imported = set()
   for block in (block for page in GUIDES for block in blocks(page)):

@@ -13,6 +13,7 @@ import tiny_pair
 
 from specdec_jax import run
 from specdec_jax.commands.check import check_exactness
+from specdec_jax.commands.decode import decode
 from specdec_jax.commands.speedup import decode_examples
 from specdec_jax.core.counts import acceptance_rate
 from specdec_jax.core.decode import DecodeSettings
@@ -23,7 +24,6 @@ from specdec_jax.measure.records import results_path
 from specdec_jax.measure.speed import speed_steps
 from specdec_jax.measure.sweep import measure_missing
 from specdec_jax.models.simulated import SimulatedModel
-from specdec_jax.serve.decode import decode
 
 pytestmark = pytest.mark.slow
 
@@ -162,8 +162,9 @@ def test_decode_command_accepts_empty_prompts(tmp_path):
   settings = dict(num_shards=1, gamma=GAMMA, batch_size=1, generation=generation)
   decode(tiny_pair.gpt_pair, TEXTS, str(tmp_path), **settings)
   lines = (tmp_path / "outputs-00000-of-00001.jsonl").read_text().splitlines()
-  assert [json.loads(line)["output"] for line in lines] == decode_one_by_one(TEXTS)
-  assert all(json.loads(line)["rounds"] > 0 for line in lines)
+  decoded = [json.loads(line)["decoded"] for line in lines]
+  assert [each["text"] for each in decoded] == decode_one_by_one(TEXTS)
+  assert all(each["rounds"] > 0 for each in decoded)
 
 
 def test_report_examples_accept_empty_prompts():

@@ -454,7 +454,8 @@ def test_draft_is_trained_on_references_samples_and_spliced_sources(tmp_path, mo
   train_calls = []
   monkeypatch.setattr(commands, "train", lambda *args: train_calls.append(args))
   monkeypatch.setattr(commands, "save_model", lambda *args: None)
-  commands.train_draft(
+  train_draft = functools.partial(
+    commands.train_draft,
     data=str(tmp_path),
     sources=["train.en"],
     targets=["train.de"],
@@ -468,6 +469,7 @@ def test_draft_is_trained_on_references_samples_and_spliced_sources(tmp_path, mo
     samples=2,
     new_sources=3,
   )
+  train_draft()
   ((_, _, text, valid, *_),) = train_calls
   pair = tiny_pair.pair()
   encode = pair.vocabulary.encode
@@ -478,6 +480,19 @@ def test_draft_is_trained_on_references_samples_and_spliced_sources(tmp_path, mo
   assert len(text.targets) == len(text.teacher) == 57
   argmax = teacher.decode(pair, valid.sources)
   assert valid.targets == argmax and valid.teacher is None
+  # The file is read again by a run that would write the same one, and by no other.
+  monkeypatch.setattr(teacher, "teacher_topk", None)
+  train_draft()
+  assert train_calls[1][2].targets == text.targets
+  message = "distillation_data.npz was made with {} .* name another file, or delete this one"
+  for name, changes in {"samples": {"samples": 1}, "tail": {"tail": True}}.items():
+    with pytest.raises(InputError, match=message.format(name)):
+      train_draft(**changes)
+  with pytest.raises(InputError, match=message.format("target")):
+    train_draft(target=str(tiny_pair.folder() / "near"))
+  (tmp_path / "train.de").write_text("".join(line + "\n" for line in texts))
+  with pytest.raises(InputError, match=message.format("texts")):
+    train_draft()
 
 
 def test_target_is_trained_from_the_parameters_of_a_checkpoint(tmp_path, monkeypatch):

@@ -5,6 +5,7 @@ The command runs in the process of the tests, except in two tests of the command
 
 import dataclasses
 import fcntl
+import gzip
 import io
 import json
 import os
@@ -16,16 +17,21 @@ import sys
 import threading
 
 import gin
+import jax
 import pytest
 import tiny_pair
 from tiny import autoregressive_decode
 
 from specdec_jax.commands import translate
 from specdec_jax.core.decode import Decoder
+from specdec_jax.core.generation_config import GenerationConfig
+from specdec_jax.core.processors import TrieConstraint
 from specdec_jax.core.sampling import Sampling, row_keys
 from specdec_jax.data import vocabulary
 from specdec_jax.data.pieces import EOS_ID
+from specdec_jax.data.text import open_file
 from specdec_jax.errors import InputError
+from specdec_jax.files import records
 from specdec_jax.run import main
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
@@ -46,6 +52,11 @@ def arguments(**macros):
     settings[f"load.load_pair.{part}"] = str(tiny_pair.folder() / macros.pop(part, name))
   flags = [f"--gin.{name}={value!r}" for name, value in {**settings, **macros}.items()]
   return ["--gin_file=gin/runs/translate.gin", *flags]
+
+
+def read(path):
+  """Return the records of a file."""
+  return [json.loads(line) for line in pathlib.Path(path).read_text("utf-8").splitlines()]
 
 
 class Result:
@@ -165,8 +176,8 @@ def test_line_that_is_cut_is_reported_with_its_number(run):
 def test_translation_that_reaches_the_limit_is_reported(run):
   """An empty line before it must not shift the line numbers."""
   result = run(["", *LINES], OUTPUT="out.jsonl")
-  records = [json.loads(line) for line in (run.dir / "out.jsonl").read_text().splitlines()]
-  first, *others = [r["index"] + 1 for r in records if EOS_ID not in r["tokens"] and r["source"]]
+  decoded = [record["decoded"] for record in read("out.jsonl") if record["source"]]
+  first, *others = [each["index"] + 1 for each in decoded if EOS_ID not in each["tokens"]]
   assert f"warning: line {first} was not finished" in result.said
   verb = "lines were" if len(others) > 1 else "line was"
   listed = ", ".join(map(str, others))
@@ -236,17 +247,18 @@ def test_terminal_input_is_decoded_line_by_line_without_a_bar(run, monkeypatch, 
   stdin = io.TextIOWrapper(io.BytesIO("\n".join(LINES).encode()), encoding="utf-8")
   monkeypatch.setattr(stdin, "isatty", lambda: True, raising=False)
   monkeypatch.setattr(sys, "stdin", stdin)
-  read, outputs, record = [], translate.outputs, translate.output_record
+  read, outputs, output_line = [], records.outputs, translate.output_line
 
   def reading(pair, lines, **how):
     return outputs(pair, (read.append(line) or line for line in lines), **how)
 
-  def record_of_last(index, *args):
-    assert len(read) == index + 1  # no line is read before the output of the one before
-    return record(index, *args)
+  def line_of_last(record, path):
+    # No line is read before the output of the one before.
+    assert len(read) == record["decoded"]["index"] + 1
+    return output_line(record, path)
 
-  monkeypatch.setattr(translate, "outputs", reading)
-  monkeypatch.setattr(translate, "output_record", record_of_last)
+  monkeypatch.setattr(records, "outputs", reading)
+  monkeypatch.setattr(translate, "output_line", line_of_last)
   result = run(INPUT="-", BATCH_SIZE=batch_size)
   assert result.lines == targets_own(LINES) and len(read) == len(LINES)
   assert "Ctrl-D ends it" in result.said and "decoding" not in result.said
@@ -294,15 +306,15 @@ def interrupt(run, monkeypatch):
   """Run the command until a number of lines are written."""
 
   def call(lines=LINES, num_lines=1, **macros):
-    record = translate.output_record
+    output_line = translate.output_line
 
-    def fail(index, *args):
-      if index == num_lines:
+    def fail(record, path):
+      if record["decoded"]["index"] == num_lines:
         raise InputError("interrupted.")
-      return record(index, *args)
+      return output_line(record, path)
 
     with monkeypatch.context() as patch:
-      patch.setattr(translate, "output_record", fail)
+      patch.setattr(translate, "output_line", fail)
       result = run(lines, OUTPUT="out.txt", **macros)
     assert result.status == 2 and "interrupted." in result.err
     return result
@@ -341,10 +353,11 @@ def test_killed_run_is_resumed(run):
 import os, signal
 from specdec_jax import run
 from specdec_jax.commands import translate
-record = translate.output_record
-def record_or_end(index, *args):
-  return record(index, *args) if index < 2 else os.kill(os.getpid(), signal.SIGKILL)
-translate.output_record = record_or_end
+line = translate.output_line
+def line_or_end(record, path):
+  is_early = record["decoded"]["index"] < 2
+  return line(record, path) if is_early else os.kill(os.getpid(), signal.SIGKILL)
+translate.output_line = line_or_end
 run.main(["run", "--jax_compilation_cache_dir=", *{arguments(**macros)}])
 """
   killed = subprocess.run([sys.executable, "-c", code], timeout=300, capture_output=True, cwd=".")
@@ -400,24 +413,110 @@ def test_run_that_fails_before_the_first_line_leaves_no_file(run, interrupt):
   assert os.listdir() == ["in.txt"]
 
 
-def test_json_lines_are_read_and_written(run):
-  sources = [LINES[0], "", f"{LINES[1]}"]
-  objects = [{"source": sources[0], "id": "M\u00e4"}, {"text": sources[1]}, {"source": sources[2]}]
-  (run.dir / "in.jsonl").write_text("".join(json.dumps(o) + "\n" for o in objects))
-  assert run(INPUT="in.jsonl", OUTPUT="out.jsonl", BATCH_SIZE=2).status == 0
-  records = [json.loads(line) for line in (run.dir / "out.jsonl").read_text().splitlines()]
-  assert [(r["index"], r["source"]) for r in records] == [*enumerate(sources)]
+FIELDS = {"id": "M\u00e4 \ud83d", "index": 7, "output": "gold", "tokens": [1], "rounds": None}
+
+
+@pytest.mark.parametrize("suffix", ["jsonl", "ndjson", "jsonl.gz", "ndjson.gz"])
+def test_records_have_the_fields_of_their_source_and_the_output(run, suffix):
+  """`FIELDS` has half of a surrogate pair, which UTF-8 cannot encode, and names of counts."""
+  objects = [{**FIELDS, "source": LINES[0]}, {"text": ""}, {"source": LINES[1], "text": "no"}]
+  with open_file(f"in.{suffix}", "wt") as file:
+    file.writelines(json.dumps(each) + "\n" for each in objects)
+  assert run(INPUT=f"in.{suffix}", OUTPUT=f"out.{suffix}", BATCH_SIZE=2).status == 0
+  with open_file(f"out.{suffix}", "rt") as file:
+    raw = file.read()
+  found = [*map(json.loads, raw.splitlines())]
+  assert "M\u00e4" in raw and [{**each, "decoded": 0} for each in found] == [
+    {**each, "decoded": 0} for each in objects
+  ]
+  decoded = [each["decoded"] for each in found]
+  assert [each["index"] for each in decoded] == [0, 1, 2]
   own = targets_own([LINES[0], LINES[1]])
-  assert [r["output"] for r in records] == [own[0], "", own[1]]
-  assert records[0]["id"] == "M\u00e4" and "text" not in records[1]  # other fields are kept
-  assert '"id": "M\u00e4"' in (run.dir / "out.jsonl").read_text(encoding="utf-8")
-  vocabulary = tiny_pair.pair(max_source_tokens=LONGEST).vocabulary
-  for record in records:
-    assert vocabulary.decode(record["tokens"]) == record["output"]
-    assert record["accepted"] <= record["draft_tokens"] <= 3 * record["rounds"]
-  (run.dir / "in.jsonl").write_text('{"source": "A man."}\n["A man."]\n')
-  result = run(INPUT="in.jsonl")
-  assert result.status == 2 and "line 2 is not a JSON object" in result.said
+  assert [each["text"] for each in decoded] == [own[0], "", own[1]]
+  words = tiny_pair.pair(max_source_tokens=LONGEST).vocabulary
+  for each in decoded:
+    assert words.decode(each["tokens"]) == each["text"]
+    assert each["accepted"] <= each["draft_tokens"] <= 3 * each["rounds"]
+
+
+def test_record_of_a_line_has_the_line_without_the_prefix(run):
+  assert run(LINES[:1], OUTPUT="out.jsonl", PREFIX="The ").status == 0
+  (record,) = read("out.jsonl")
+  assert {*record} == {"source", "decoded"} and record["source"] == LINES[0]
+  assert [record["decoded"]["text"]] == targets_own([f"The {LINES[0]}"])
+
+
+def test_compressed_text_is_written(run):
+  assert run(LINES, OUTPUT="out.txt.gz").status == 0
+  assert gzip.decompress((run.dir / "out.txt.gz").read_bytes()).decode().splitlines() == [
+    *targets_own(LINES)
+  ]
+  assert sorted(os.listdir()) == ["in.txt", "out.txt.gz"]
+
+
+@pytest.mark.parametrize(
+  "line, message",
+  [
+    ('["A man."]', "line 2 is not a JSON object"),
+    ('{"source": "A dog.", "decoded": 0}', "line 2 has the field 'decoded'"),
+  ],
+)
+def test_line_that_is_no_source_is_reported_before_decoding(run, decoded, line, message):
+  (run.dir / "in.jsonl").write_text(f'{{"source": "A man."}}\n{line}\n')
+  result = run(INPUT="in.jsonl", OUTPUT="out.jsonl")
+  assert result.status == 2 and message in result.said and not decoded
+  assert os.listdir() == ["in.jsonl"]
+
+
+def test_file_that_is_replaced_is_named(run):
+  assert "replaces" not in run(LINES[:1], OUTPUT="out.txt").said
+  assert "out.txt exists, and this run replaces it." in run(LINES[:1], OUTPUT="out.txt").said
+
+
+def doubled(logits, tokens, length):
+  return 2 * logits
+
+
+@pytest.mark.parametrize(
+  "first, second, message",
+  [
+    ([[20, 30], [21]], [[20, 31], [21]], "lines .* with logits_processor 'TrieConstraint"),
+    (doubled, doubled, "<function doubled .* cannot be compared .*no run with it can be resumed"),
+    ([[20, 30], [21]], [[20, 30], [21]], None),
+  ],
+  ids=["other arrays", "function", "same arrays"],
+)
+def test_run_is_resumed_with_the_same_processor_only(run, monkeypatch, first, second, message):
+  """The processors are arguments in Python; a list has the sequences of a trie."""
+  (run.dir / "in.txt").write_text("".join(line + "\n" for line in LINES))
+  pair, output_line = tiny_pair.pair(), translate.output_line
+  shapes = []
+
+  def write(allowed):
+    processor = allowed
+    if isinstance(allowed, list):
+      processor = TrieConstraint.of(allowed, pair.vocabulary.eos_id)
+      shapes.append([x.shape for x in jax.tree.leaves(processor)])
+    config = GenerationConfig(max_new_tokens=4, logits_processor=processor)
+    translate.translate(pair, "in.txt", "out.txt", config, gamma=2)
+
+  def fail(record, path):
+    if record["decoded"]["index"] == 2:
+      raise InputError("interrupted.")
+    return output_line(record, path)
+
+  with monkeypatch.context() as patch, pytest.raises(InputError, match="interrupted"):
+    patch.setattr(translate, "output_line", fail)
+    write(first)
+  before = (run.dir / "out.txt.part").read_bytes()
+  if message is None:
+    write(second)
+    assert (run.dir / "out.txt").read_text().count("\n") == len(LINES)
+  else:
+    with pytest.raises(InputError, match=message):
+      write(second)
+    assert (run.dir / "out.txt.part").read_bytes() == before and before.count(b"\n") == 3
+  assert shapes[:1] == shapes[1:]
 
 
 @pytest.fixture
@@ -453,13 +552,13 @@ def test_input_cannot_be_the_output(run, decoded, name):
 
 
 def test_line_breaks_in_an_output_stay_within_its_line(run, monkeypatch):
-  outputs = translate.outputs
+  outputs = records.outputs
 
   def with_breaks(*args, **how):
     for output in outputs(*args, **how):
       yield dataclasses.replace(output, text=f"{output}\r\nx\ry\nz")
 
-  monkeypatch.setattr(translate, "outputs", with_breaks)
+  monkeypatch.setattr(records, "outputs", with_breaks)
   assert run(LINES, OUTPUT="out.txt").status == 0
   raw = (run.dir / "out.txt").read_bytes().decode()
   assert raw.splitlines() == [f"{text} x y z" for text in targets_own(LINES)]
@@ -483,8 +582,7 @@ def test_forced_token_starts_each_output(run):
   outputs = []
   for name, settings in (("plain", {}), ("gamma_0", {"GAMMA": 0, **setting}), ("gamma_3", setting)):
     assert run(LINES, OUTPUT=f"{name}.jsonl", **settings).status == 0
-    records = pathlib.Path(f"{name}.jsonl").read_text().splitlines()
-    outputs.append([json.loads(record)["tokens"] for record in records])
+    outputs.append([record["decoded"]["tokens"] for record in read(f"{name}.jsonl")])
   plain, autoregressive, speculative = outputs
   assert {row[0] for row in speculative} == {20} and speculative == autoregressive != plain
 

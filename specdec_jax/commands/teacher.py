@@ -5,11 +5,13 @@ import functools
 import pathlib
 from typing import Any, NamedTuple
 
+import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from rich.progress import track
 
 from specdec_jax.checkpoints.load import open_checkpoint
 from specdec_jax.core.decode import DecodeSettings, NullDraft, num_positions
+from specdec_jax.core.identity import described, params_digest, require_same
 from specdec_jax.core.sampling import Sampling
 from specdec_jax.core.trees import chain
 from specdec_jax.core.types import DraftSpec, Loaded, Model
@@ -71,7 +73,7 @@ class Teacher(NamedTuple):
 
     The texts are the references, `samples` outputs for each source, and one output for each of
     `new_sources` spliced sentences (for a decoder-only target, `new_sources` texts sampled
-    unconditionally). If the file exists, it is read whatever the other arguments are.
+    unconditionally). A file that was made with other arguments or models raises InputError.
 
     Args:
       data: folder of the text files.
@@ -81,8 +83,17 @@ class Teacher(NamedTuple):
       writer: pair whose target samples the outputs; by default that of the teacher.
     """
     file = pathlib.Path(path)
+    contents = [pathlib.Path(data, name).read_bytes() for name in (*(sources or ()), *targets)]
+    values: dict[str, Any] = dict(sources=sources, targets=targets, samples=samples)
+    values |= dict(new_sources=new_sources, tail=tail)
+    values |= dict(texts=params_digest([np.frombuffer(x, "u1") for x in contents]))
+    values |= dict(vocabulary=self.vocabulary.fingerprint(), target=params_digest(self.params))
+    made_from = described(values | {"writer": writer and params_digest(writer.target.params)})
     if file.exists():
-      return ParallelText.load(file)
+      text = ParallelText.load(file)
+      advice = "name another file, or delete this one"
+      require_same(text.made_from, made_from, f"{file} was made", advice)
+      return text
     encode = self.vocabulary.encode
     text = parallel_text(self.vocabulary, data, sources, targets)
     if sources:
@@ -98,7 +109,7 @@ class Teacher(NamedTuple):
       self.config, self.params, text, tail=tail, batch_sharding=self.batch_sharding
     )
     file.parent.mkdir(parents=True, exist_ok=True)
-    dataclasses.replace(text, teacher=topk).save(file)
+    dataclasses.replace(text, teacher=topk, made_from=made_from).save(file)
     return ParallelText.load(file)
 
   def validation_pairs(self, data: str, valid_source: str | None) -> ParallelText:

@@ -9,6 +9,7 @@ different programs.
 
 import dataclasses
 import functools
+import hashlib
 from typing import Any
 
 import jax
@@ -38,7 +39,8 @@ class HashableArray:
     return len(self.array)
 
   def __repr__(self) -> str:
-    return f"HashableArray(shape={self.array.shape})"
+    digest = hashlib.sha256(self.array.tobytes()).hexdigest()[:16]
+    return f"HashableArray(shape={self.array.shape}, sha256={digest})"
 
 
 def traced(default: Any, neutral: Any = None) -> Any:

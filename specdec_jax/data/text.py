@@ -2,12 +2,11 @@
 
 import gzip
 import itertools
-import json
-import pathlib
+import os
 import sys
 import zlib
 from collections.abc import Iterable, Iterator
-from typing import Any
+from typing import IO, Any
 
 from specdec_jax.errors import InputError, require_count
 
@@ -29,64 +28,29 @@ def read_lines(
   """
   if limit is not None:
     require_count("limit", limit)
-  file = pathlib.Path(path)
-  if path != "-" and (not file.exists() or file.is_dir()):
+  if path != "-" and (not os.path.exists(path) or os.path.isdir(path)):
     raise InputError(f"There is no text file at {path}.")
   if path == "-":
-    lines = [*itertools.islice(read_stdin_lines(), limit)]
+    lines = [*itertools.islice(decoded_lines(sys.stdin.buffer, "standard input"), limit)]
   else:
-    raw = file.read_bytes()
-    try:
-      text = (gzip.decompress(raw) if path.endswith(".gz") else raw).decode("utf-8")
-    except (UnicodeDecodeError, gzip.BadGzipFile, EOFError, zlib.error) as error:
-      raise InputError(f"{path} is not UTF-8 text: {error}.") from error
-    lines = text.split("\n")
-    lines = (lines[:-1] if lines[-1] == "" else lines)[:limit]
-    lines = [line.rstrip("\r") for line in lines]
+    with open_file(path, "rb") as file:
+      lines = [*itertools.islice(decoded_lines(file, path), limit)]
   if num_words is not None:
     require_count("num_words", num_words)
     lines = [" ".join(line.split()[:num_words]) for line in lines]
   return [prefix + line if line.strip() else line for line in lines]
 
 
-def read_sources(path: str, prefix: str = "") -> list[dict[str, Any]]:
-  """Return the sources of a file: the lines of a text file, or the objects of a JSON Lines file.
-
-  If the name of the file ends in .jsonl or .jsonl.gz, each line is a JSON object. Its source is the
-  field 'source' or, if there is none, the field 'text'. `prefix` is prepended to each source that
-  is not blank. Each result has the field 'source' and the other fields of its JSON object.
-  """
-  return [_source(line, path, i, prefix) for i, line in enumerate(read_lines(path), 1)]
+def open_file(path: str, mode: str) -> IO:
+  """Open a file, which is compressed if its name ends in .gz. Text is in UTF-8."""
+  open_it: Any = gzip.open if path.endswith(".gz") else open
+  return open_it(path, mode, encoding=None if "b" in mode else "utf-8")
 
 
-def iter_sources(lines: Iterable[bytes], path: str, prefix: str = "") -> Iterator[dict[str, Any]]:
-  """Yield the sources of a file, named `path`, as soon as lines are read; see `read_sources`."""
-  for number, raw in enumerate(lines, 1):
-    try:
-      line = raw.decode("utf-8").removesuffix("\n").rstrip("\r")
-    except UnicodeDecodeError as error:
-      raise InputError(f"{path} is not UTF-8 text: {error}.") from error
-    yield _source(line, path, number, prefix)
-
-
-def _source(line: str, path: str, number: int, prefix: str) -> dict[str, Any]:
-  fields: Any = {"source": line}
-  if path.removesuffix(".gz").endswith(".jsonl"):
-    try:
-      fields = json.loads(line)
-    except ValueError:
-      fields = None
-    if isinstance(fields, dict) and "source" not in fields:
-      fields["source"] = fields.pop("text", None)
-    if not (isinstance(fields, dict) and isinstance(fields["source"], str)):
-      raise InputError(
-        f"{path}, line {number} is not a JSON object with a text as 'source' or 'text'."
-      )
-  text = fields["source"]
-  return fields | {"source": prefix + text if text.strip() else text}
-
-
-def read_stdin_lines(prefix: str = "") -> Iterator[str]:
-  """Yield each line of standard input as soon as it is complete, with `prefix` unless blank."""
-  for fields in iter_sources(sys.stdin.buffer, "standard input", prefix):
-    yield fields["source"]
+def decoded_lines(file: Iterable[bytes], name: str) -> Iterator[str]:
+  """Yield each line of an open text as soon as it is read; `name` is its name in errors."""
+  try:
+    for line in file:
+      yield line.decode("utf-8").removesuffix("\n").rstrip("\r")
+  except (UnicodeDecodeError, gzip.BadGzipFile, EOFError, zlib.error) as error:
+    raise InputError(f"{name} is not UTF-8 text: {error}.") from error

@@ -28,6 +28,7 @@ from specdec_jax import __version__, theory
 from specdec_jax.core.atomic_files import atomic_write
 from specdec_jax.core.counts import acceptance_rate, num_tokens, require_finite
 from specdec_jax.core.decode import Decoder, DecodeSettings
+from specdec_jax.core.identity import params_digest
 from specdec_jax.core.sampling import row_keys
 from specdec_jax.core.trees import Tree, chain, require_tree_memory
 from specdec_jax.core.types import AnyPair, DecodeResult
@@ -484,12 +485,3 @@ def cache_key(
     devices=[device.device_kind for device in jax.devices()],
     machine=f"{machine.processor()}, {machine.threads()} threads",
   )
-
-
-def params_digest(params: Any) -> str:
-  """Return a hash of the names, shapes and values of all parameters."""
-  digest = hashlib.sha256()
-  for path, leaf in jax.tree_util.tree_leaves_with_path(params):
-    digest.update(f"{jax.tree_util.keystr(path)} {np.shape(leaf)}".encode())
-    digest.update(np.ascontiguousarray(leaf).reshape(-1).view(np.uint8).data)
-  return digest.hexdigest()[:16]

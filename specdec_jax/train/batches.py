@@ -1,9 +1,10 @@
 """Batches of parallel text: bucketed by length, padded, in an order fixed by (seed, epoch)."""
 
 import dataclasses
+import json
 import pathlib
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -27,11 +28,13 @@ class ParallelText:
   Attributes:
     teacher: for each pair, the k most probable tokens of a teacher at each target position and
       their probabilities, both [T, k]. None to learn from the targets alone.
+    made_from: what the pairs were made from (`core.identity`).
   """
 
   sources: list[list[int]]
   targets: list[list[int]]
   teacher: list[tuple[np.ndarray, np.ndarray]] | None = None
+  made_from: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
   def __post_init__(self):
     if len(self.sources) != len(self.targets):
@@ -44,9 +47,10 @@ class ParallelText:
     return len(self.sources)
 
   def save(self, path: pathlib.Path) -> None:
-    """Write the pairs, and the teacher's distributions if any, to one .npz file, atomically."""
+    """Write the pairs, the teacher's distributions and `made_from` to one .npz file, atomically."""
     rows: dict[str, Sequence] = {"source": self.sources, "target": self.targets}
     arrays: dict[str, Any] = {f"{side}s": np.concatenate(rows[side]) for side in rows}
+    arrays["made_from"] = np.array(json.dumps(self.made_from))
     if self.teacher is not None:
       tokens, probs = zip(*self.teacher)
       arrays |= {"tokens": np.concatenate(tokens), "probs": np.concatenate(probs)}
@@ -65,10 +69,11 @@ class ParallelText:
 
       sources = [row.tolist() for row in split("sources", "source_lengths")]
       targets = [row.tolist() for row in split("targets", "target_lengths")]
+      made_from = json.loads(file["made_from"].item()) if "made_from" in file else {}
       if "tokens" not in file:
-        return cls(sources, targets)
+        return cls(sources, targets, None, made_from)
       tokens, probs = split("tokens", "teacher_lengths"), split("probs", "teacher_lengths")
-      return cls(sources, targets, [*zip(tokens, probs)])
+      return cls(sources, targets, [*zip(tokens, probs)], made_from)
 
 
 class Batch(NamedTuple):

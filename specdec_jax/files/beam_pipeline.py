@@ -16,12 +16,12 @@ from apache_beam.ml.inference.base import KeyedModelHandler, ModelHandler, RunIn
 from apache_beam.options.pipeline_options import PipelineOptions
 from apache_beam.runners.runner import PipelineResult
 
-from specdec_jax.core.trees import AnyTree
-from specdec_jax.data.text import iter_sources
+from specdec_jax.core.identity import require_same
+from specdec_jax.data.text import decoded_lines
 from specdec_jax.errors import InputError
-from specdec_jax.generate import outputs
+from specdec_jax.files import records
+from specdec_jax.files.job import Job, identity
 from specdec_jax.pair import Pair
-from specdec_jax.serve.lines import count_records, output_record
 
 
 class TextBlock(NamedTuple):
@@ -37,42 +37,43 @@ DecodeFn = Callable[[TextBlock], list[dict]]
 class SpeculativeModelHandler(ModelHandler[TextBlock, list[dict], DecodeFn]):
   """Model handler for `RunInference` that decodes each `TextBlock` speculatively.
 
-  The prediction for a block has a record for each text (`lines.output_record`). Its random keys
-  depend only on the seed and the index of the text, and texts of different blocks are not decoded
+  The prediction for a block has the record of each output (`files.records`). Its random keys depend
+  only on the seed and the index of the text, and texts of different blocks are not decoded
   together, so the outputs do not depend on how a runner divides the blocks into bundles. The
   counters `texts`, `tokens`, `rounds`, `draft_tokens` and `accepted` have the namespace 'specdec'.
   """
 
-  def __init__(
-    self, load_pair: Callable[[], Pair], tree: AnyTree, batch_size: int = 8, **arguments: Any
-  ):
+  def __init__(self, load_pair: Callable[[], Pair], *, job: Job | None = None, **arguments: Any):
     """Initialize the handler; each worker process calls the picklable `load_pair` once.
 
-    `arguments` are other arguments of `generate.outputs`.
+    `arguments` are those of `files.records.decode_records`. If `job` is given, a pair that is not
+    the pair of this job raises InputError.
     """
     super().__init__(max_batch_size=1)
-    self._load_pair, self._arguments = load_pair, dict(arguments, tree=tree, batch_size=batch_size)
+    self._load_pair, self._job, self._arguments = load_pair, job, arguments
 
   def load_model(self) -> DecodeFn:
     pair = self._load_pair()
-    pair.require_batch_size(self._arguments["batch_size"])
+    if self._job is not None:
+      now = identity(pair)
+      before = {name: self._job.get(name) for name in now}
+      advice = "all workers need the same checkpoints"
+      require_same(before, now, "The job is of a pair", advice)
     return functools.partial(_decode_block, pair, self._arguments)
 
   def run_inference(
     self, batch: Sequence[TextBlock], model: DecodeFn, inference_args: Any = None
   ) -> Iterator[list[dict]]:
     for block in batch:
-      records = model(block)
-      for name, count in count_records(records).items():
+      decoded = model(block)
+      for name, count in records.count_records(decoded).items():
         Metrics.counter("specdec", name).inc(count)
-      yield records
+      yield decoded
 
 
 def _decode_block(pair: Pair, arguments: dict[str, Any], block: TextBlock) -> list[dict]:
-  lines = [each["source"] if pair.can_decode(each["source"]) else None for each in block.sources]
-  found = outputs(pair, lines, first=block.first, **arguments)
-  numbered = enumerate(zip(block.sources, found, strict=True), block.first)
-  return [output_record(index, source, output) for index, (source, output) in numbered]
+  decoded = records.decode_records(pair, block.sources, first=block.first, **arguments)
+  return [record for record, _ in decoded]
 
 
 def decode_shards(
@@ -91,13 +92,7 @@ def decode_shards(
   Raises:
     InputError: Beam has no such runner.
   """
-  # With this option, DirectRunner runs the pipeline itself. Otherwise it would first download and
-  # start Prism, which ignores the options --direct_*.
-  flags = [*options, "--allow_unsafe_triggers"] if runner == "DirectRunner" else [*options]
-  try:
-    pipeline = beam.Pipeline(options=PipelineOptions(flags, runner=runner))
-  except (ValueError, ImportError) as error:
-    raise InputError(f"runner is {runner!r}: {str(error).rstrip('.')}.") from error
+  pipeline = _pipeline(runner, options)
   _ = (
     pipeline
     | beam.Create(shards)
@@ -111,26 +106,66 @@ def decode_shards(
   return result
 
 
+def on_worker(
+  function: Callable[[], dict], folder: str, runner: str, options: Sequence[str] = ()
+) -> dict:
+  """Return the result of a function, a JSON object, that one worker calls.
+
+  Args:
+    folder: folder for a temporary file, in a file system that all workers can access.
+
+  Raises:
+    InputError: the function has raised it, or Beam has no such runner.
+  """
+  path = f"{folder}/outputs-job.jsonl.{uuid.uuid4().hex[:8]}.part"
+  pipeline = _pipeline(runner, options)
+  _ = pipeline | beam.Create([path]) | beam.Map(_write_result, function)
+  pipeline.run().wait_until_finish()
+  (result,) = read_records(path)
+  FileSystems.delete([path])
+  if "error" in result:
+    raise InputError(result["error"])
+  return result
+
+
+def _write_result(path: str, function: Callable[[], dict]) -> None:
+  try:
+    result = function()
+  except InputError as error:  # its type would not survive in every runner
+    result = {"error": str(error)}
+  write_records(path, [result])
+
+
+def _pipeline(runner: str, options: Sequence[str]) -> beam.Pipeline:
+  # With this option, DirectRunner runs the pipeline itself. Otherwise it would first download and
+  # start Prism, which ignores the options --direct_*.
+  flags = [*options, "--allow_unsafe_triggers"] if runner == "DirectRunner" else [*options]
+  try:
+    return beam.Pipeline(options=PipelineOptions(flags, runner=runner))
+  except (ValueError, ImportError) as error:
+    raise InputError(f"runner is {runner!r}: {str(error).rstrip('.')}.") from error
+
+
 def _read_block(texts_path: str, records_path: str, first: int) -> tuple[str, TextBlock]:
   return records_path, TextBlock(first, [*read_records(texts_path)])
 
 
-def read_texts(pattern: str, prefix: str = "") -> list[dict[str, Any]]:
-  """Return the sources of all files that match a pattern, in the order of their paths.
+def read_sources(pattern: str) -> list[dict[str, Any]]:
+  """Return the records of all files that match a pattern, in the order of their paths.
 
-  The files are those of `data.text.read_sources`, in any file system that Beam knows.
+  The files are those of `files.records`, in any file system that Beam knows.
 
   Raises:
-    InputError: no file matches, or a file cannot be read as texts.
+    InputError: no file matches, or a file is not one of sources.
   """
-  texts: list[dict[str, Any]] = []
   # Beam finds no local files by a pattern without a folder.
   if not (paths := match(pattern if "/" in pattern else f"./{pattern}")):
     raise InputError(f"There is no text file at {pattern}.")
-  for path in paths:
-    with FileSystems.open(path) as file:
-      texts += iter_sources(iter(file.readline, b""), path, prefix)
-  return texts
+  return [
+    record
+    for path in paths
+    for record in records.read_records(decoded_lines(read_lines(path), path), path)
+  ]
 
 
 def match(pattern: str) -> list[str]:
@@ -150,20 +185,30 @@ def delete(pattern: str) -> None:
   FileSystems.delete(match(pattern))
 
 
+def read_lines(path: str) -> Iterator[bytes]:
+  """Yield the lines of a file."""
+  with FileSystems.open(path) as file:
+    yield from iter(file.readline, b"")
+
+
 def read_records(path: str) -> Iterator[dict]:
   """Yield the records of a file of JSON Lines."""
-  with FileSystems.open(path) as file:
-    yield from map(json.loads, iter(file.readline, b""))
+  yield from map(json.loads, read_lines(path))
 
 
-def write_records(path: str, records: Iterable[dict]) -> None:
+def write_records(path: str, lines: Iterable[dict]) -> None:
   """Write a file of JSON Lines under a temporary name, and rename it when it is complete.
 
   Each attempt has its own temporary file, because a runner may retry a bundle while the first
   attempt is still running.
   """
   part = f"{path}.{uuid.uuid4().hex[:8]}.part"
-  with FileSystems.create(part) as file:
-    for record in records:
-      file.write(json.dumps(record, ensure_ascii=False).encode() + b"\n")
+  write_file(part, lines)
   FileSystems.rename([part], [path])
+
+
+def write_file(path: str, lines: Iterable[dict]) -> None:
+  """Write a file of JSON Lines."""
+  with FileSystems.create(path) as file:
+    for line in lines:
+      file.write(records.json_line(line).encode())
