@@ -17,7 +17,7 @@ ROOT = pathlib.Path(__file__).resolve().parents[2]
 def test_guide_of_small_models(tmp_path, monkeypatch, capsys):
   pytest.importorskip("annalog", reason="the extra molecules is not installed")
   monkeypatch.chdir(tmp_path)
-  (guide,) = (x for x in blocks(ROOT / "docs" / "checkpoints.md") if "molecules" in x)
+  (guide,) = blocks(ROOT / "experiments" / "molecules" / "README.md")
   exec(guide, {})
   lines = capsys.readouterr().out.splitlines()
   lengths = [float(line.split()[-5]) for line in lines]
