@@ -192,13 +192,13 @@ def decode_texts(
   params: Params,
   texts: Texts,
   *,
-  num_slots: int,
+  batch_size: int,
   max_new_tokens: int,
   has_encoder: bool,
 ) -> Iterator[tuple[int, DecodeResult, int]]:
-  """Decode more than `num_slots` texts, `num_slots` at a time.
+  """Decode more than `batch_size` texts, `batch_size` at a time.
 
-  Texts are prefilled in blocks of `num_slots`. So that encoders read little padding, the texts of
+  Texts are prefilled in blocks of `batch_size`. So that encoders read little padding, the texts of
   `_WINDOW` blocks are sorted by length before they are divided into blocks. The host waits for
   results once per block, while the device decodes the next one. `max_new_tokens` is the largest
   limit of a text.
@@ -206,7 +206,7 @@ def decode_texts(
   Yields:
     For each text, in the order in which they end, its index, a result, and its row in the result.
   """
-  lengths, window = np.array(texts.lengths), _WINDOW * num_slots
+  lengths, window = np.array(texts.lengths), _WINDOW * batch_size
   order = np.concatenate(
     [
       first + np.argsort(-lengths[first : first + window], kind="stable")
@@ -215,10 +215,10 @@ def decode_texts(
   )
   slots: Rows | None = None
   used: Rows | None = None  # the previous block, whose rows hold results
-  for start in range(0, len(order), num_slots):
-    chosen = order[start : start + num_slots]
-    rows = np.resize(chosen, num_slots)
-    text = np.where(np.arange(num_slots) < len(chosen), rows, NO_TEXT)
+  for start in range(0, len(order), batch_size):
+    chosen = order[start : start + batch_size]
+    rows = np.resize(chosen, batch_size)
+    text = np.where(np.arange(batch_size) < len(chosen), rows, NO_TEXT)
     prompt = jnp.asarray(texts.prompt_of(rows))
     block = Block(prompt, texts.rng[rows], text, texts.limit[rows])
     longest = size_of_sources(int(lengths[chosen].max()))
@@ -228,15 +228,15 @@ def decode_texts(
       slots = waiting
       continue
     earlier = used
-    slots, used = _run(decoder, params, slots, waiting, min_active=num_slots, first=0)
+    slots, used = _run(decoder, params, slots, waiting, min_active=batch_size, first=0)
     if earlier is not None:  # the device decodes the next block meanwhile
       yield from _finished(decoder, earlier)
     del earlier  # which frees its caches before the next block is prefilled
   if slots is None or used is None:
-    raise InputError(f"There are {len(order)} texts, not more than num_slots, {num_slots}.")
+    raise InputError(f"There are {len(order)} texts, not more than batch_size, {batch_size}.")
   yield from _finished(decoder, used)
   # No row waits any more. These are the shapes of the loop above, so that one program serves both.
-  slots, _ = _run(decoder, params, slots, used, min_active=1, first=num_slots)
+  slots, _ = _run(decoder, params, slots, used, min_active=1, first=batch_size)
   yield from _finished(decoder, slots)
 
 
@@ -272,17 +272,17 @@ def decode_all(
   prompt: Int[Array, "M P"],
   rng: Key[Array, "*batch"] | Array,
   *,
-  num_slots: int,
+  batch_size: int,
   max_new_tokens: int,
 ) -> DecodeResult:
-  """Decode M texts with a given number of slots, in one program; see `Decoder.run`."""
+  """Decode M texts with a given number of rows, in one program; see `Decoder.run`."""
   num_texts = len(prompt)
-  rows = jnp.arange(-(-num_texts // num_slots) * num_slots + num_slots)  # the last block is empty
-  rows = rows.reshape(-1, num_slots)
+  num_blocks = -(-num_texts // batch_size) + 1  # the last one is empty
+  rows = jnp.arange(num_blocks * batch_size).reshape(num_blocks, batch_size)
   exists = rows < num_texts
   texts = jnp.where(exists, rows, 0)
   keys = split_keys(rng, num_texts)
-  limit = jnp.full(num_slots, max_new_tokens)
+  limit = jnp.full(batch_size, max_new_tokens)
 
   def prefill_rows(texts: Array, exists: Array) -> Rows:
     block = Block(prompt[texts], keys[texts], jnp.where(exists, texts, NO_TEXT), limit)
@@ -290,8 +290,8 @@ def decode_all(
 
   shapes = jax.eval_shape(prefill_rows, texts[0], exists[0])
   empty = jax.tree.map(lambda x: lax.full(x.shape, 0, x.dtype), shapes)
-  state = empty.state._replace(done=jnp.ones(num_slots, bool))
-  empty = Rows(state, jnp.full(num_slots, NO_TEXT))
+  state = empty.state._replace(done=jnp.ones(batch_size, bool))
+  empty = Rows(state, jnp.full(batch_size, NO_TEXT))
 
   def results_of(rows: Rows) -> tuple[Any, Array]:
     return by_rows(decoder.result(rows.state)), rows.text
@@ -299,7 +299,8 @@ def decode_all(
   def step(slots: Rows, rows: tuple[Array, Array]) -> tuple[Rows, tuple[Any, Array]]:
     texts, exists = rows
     waiting = lax.cond(exists.any(), prefill_rows, lambda *_: empty, texts, exists)
-    min_active, first = jnp.where(exists.any(), num_slots, 1), jnp.where(exists.any(), 0, num_slots)
+    is_last = ~exists.any()
+    min_active, first = jnp.where(is_last, 1, batch_size), jnp.where(is_last, batch_size, 0)
     slots, used = run(decoder, params, slots, waiting, min_active, first=first)
     return slots, results_of(used)
 

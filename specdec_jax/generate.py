@@ -544,7 +544,7 @@ class GenerateCall:
         yield [self.output(result, row * count + i) for i in range(count)]
 
   def _decode_in_slots(
-    self, sources: Sequence[Sequence[int]], index: Sequence[int], num_slots: int, seed: int
+    self, sources: Sequence[Sequence[int]], index: Sequence[int], batch_size: int, seed: int
   ) -> Iterator[list[Output]]:
     batch = _Batch(self.pair, self.config, sources, None)
     keys = sample_keys(seed, index, 1)
@@ -552,7 +552,7 @@ class GenerateCall:
       self.decoder(),
       self.pair.params,
       batching.Texts(batch.prompt.__getitem__, [*map(len, sources)], keys, batch.limits),
-      num_slots=num_slots,
+      batch_size=batch_size,
       max_new_tokens=batch.max_new_tokens,
       has_encoder=not self.pair.continues,
     )

@@ -40,11 +40,11 @@ from specdec_jax.xla import default_cache_dir, enable_compile_cache
 OutputTokens = Callable[[Vocabulary], Sequence[int]]
 
 ASSETS = pathlib.Path(__file__).parent / "assets"
-EMBEDDED: pathlib.Path = ASSETS / "multi30k_ende"
+BUNDLED: pathlib.Path = ASSETS / "multi30k_ende"
 
 
 def load_pair(
-  target: str | Any = str(EMBEDDED / "target"),
+  target: str | Any = str(BUNDLED / "target"),
   draft: str | LoadsDraft | Any = None,
   vocabulary: str | Vocabulary | None = None,
   task: str | None = None,
@@ -113,7 +113,7 @@ def load_pair(
   if not isinstance(vocabulary, Vocabulary):
     vocabulary = checkpoint.open_vocabulary(vocabulary, extra_ids, source_language)
   layout = for_device(dtype, "xla" if shardings else kernels, weights)
-  model, params = load_model("target", checkpoint, vocabulary, layout, shardings)
+  model, params = load_with_layout("target", checkpoint, vocabulary, layout, shardings)
   loaded = Loaded(
     checkpoint.name,
     model,
@@ -124,7 +124,7 @@ def load_pair(
   )
   bundled = is_bundled(checkpoint)
   if draft is None:
-    draft = str(EMBEDDED / "conditioned") if bundled else "prompt_lookup"
+    draft = str(BUNDLED / "conditioned") if bundled else "prompt_lookup"
   if isinstance(draft, str) and draft in registry.DRAFTS:
     draft = registry.draft(draft)
   if callable(draft) and not is_in_memory(draft):
@@ -135,13 +135,13 @@ def load_pair(
     )
   if max_source_tokens is None:
     max_source_tokens = num_positions(model) or 512
-  task = EMBEDDED.name if task is None and bundled else task
+  task = BUNDLED.name if task is None and bundled else task
   return Pair(loaded, drafted, registry.verifier(verifier), task, max_source_tokens)
 
 
 def checkpoint_draft(
   target: Loaded,
-  model: Any = str(EMBEDDED / "draft"),
+  model: Any = str(BUNDLED / "draft"),
   dtype: str | None = None,
   kernels: str = "auto",
   weights: Weights | None = None,
@@ -176,7 +176,9 @@ def checkpoint_draft(
   )
   words = opened.open_vocabulary(vocabulary) if vocabulary else target.vocabulary
   tokens = output_tokens and output_tokens(words)
-  drafting, params = load_model("draft", opened, words, layout, shardings, target.params, tokens)
+  drafting, params = load_with_layout(
+    "draft", opened, words, layout, shardings, target.params, tokens
+  )
   config = drafting.config
   if vocabulary is None and own is not None and own.has_encoder != config.has_encoder:
     raise InputError(
@@ -211,8 +213,8 @@ def _open_draft(model: Any) -> Checkpoint:
 
 def other_vocabulary_draft(
   target: Loaded,
-  model: str = str(EMBEDDED / "draft"),
-  draft_vocabulary: str = str(EMBEDDED / "vocabulary.model"),
+  model: str = str(BUNDLED / "draft"),
+  draft_vocabulary: str = str(BUNDLED / "vocabulary.model"),
 ) -> DraftSpec:
   """Load a model with a vocabulary of its own as a draft (TLI; Timor et al., 2025)."""
   return checkpoint_draft(target, model, vocabulary=draft_vocabulary)
@@ -221,7 +223,7 @@ def other_vocabulary_draft(
 def frequent_tokens_draft(
   target: Loaded,
   target_text: str,
-  model: str = str(EMBEDDED / "draft"),
+  model: str = str(BUNDLED / "draft"),
   num_output_tokens: int = 2000,
 ) -> DraftSpec:
   """Load a model that proposes only the most frequent tokens of a text (FR-Spec)."""
@@ -251,7 +253,7 @@ def asset(name: str) -> str:
 
 def is_bundled(checkpoint: Checkpoint) -> bool:
   """Return True if a checkpoint is that of the bundled target."""
-  return pathlib.Path(checkpoint.folder or "").resolve() == (EMBEDDED / "target").resolve()
+  return pathlib.Path(checkpoint.folder or "").resolve() == (BUNDLED / "target").resolve()
 
 
 def speculator(
@@ -287,11 +289,11 @@ def speculator(
     num_output_tokens=None if tokens is None else len(tokens),
   )
   params = checkpoint.load(head, other_arrays=target.params, output_tokens=tokens)
-  factory = head_factory(draft_name(checkpoint.name, head), head, params, target)
+  factory = head_draft(draft_name(checkpoint.name, head), head, params, target)
   return dataclasses.replace(factory, path=checkpoint.recorded_path)
 
 
-def head_factory(name: str, head: DraftHead, params: Any, target: Loaded) -> DraftSpec:
+def head_draft(name: str, head: DraftHead, params: Any, target: Loaded) -> DraftSpec:
   """Return a draft head as a draft of a target."""
   target_config = require_config(target)
   head.require_target(target_config)
@@ -318,7 +320,7 @@ def require_config(target: Loaded) -> Config:
   return config
 
 
-def load_model(
+def load_with_layout(
   role: str,
   checkpoint: Checkpoint,
   vocabulary: Vocabulary,

@@ -35,7 +35,7 @@ from specdec_jax.models.families import Config, config_of, with_feature_layers
 from specdec_jax.models.layout import Layout
 from specdec_jax.models.simulated import SimulatedModel
 
-MOST_STEPS = 32  # maximum gamma of a beam search; each step takes about a second to compile
+MAX_BEAM_GAMMA = 32  # maximum gamma of a beam search; each step takes about a second to compile
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -260,10 +260,10 @@ class Pair:
     if self.simulated_alpha is not None:
       raise InputError("A target whose acceptance is simulated has no texts to search for.")
     require_count("gamma", gamma, 0)
-    if gamma > MOST_STEPS:
+    if gamma > MAX_BEAM_GAMMA:
       raise InputError(
         f"gamma is {gamma}, and each step that a beam search drafts is compiled separately, which "
-        f"would take minutes; use at most {MOST_STEPS}."
+        f"would take minutes; use at most {MAX_BEAM_GAMMA}."
       )
     if draft_beams is not None:
       require_count("draft_beams", draft_beams)

@@ -20,7 +20,7 @@ from specdec_jax.drafts.heads import DraftHead, new_head
 from specdec_jax.errors import InputError
 from specdec_jax.models.families import Config, model_of
 from specdec_jax.models.layout import Layout, Weights, for_device
-from specdec_jax.models.quantization import LARGEST
+from specdec_jax.models.quantization import MAX_QUANTIZED
 from specdec_jax.models.simulated import SimulatedModel
 from specdec_jax.models.sizes import named_config, version_name
 from specdec_jax.pair import Pair
@@ -32,7 +32,7 @@ def random_pair(
   alpha: float,
   version: str | float = "1.1",
   dtype: str = "float32",
-  vocabulary: str = str(load.EMBEDDED / "vocabulary.model"),
+  vocabulary: str = str(load.BUNDLED / "vocabulary.model"),
   max_source_tokens: int = 128,
   shardings: ShardingsFn = None,
   draft_shardings: ShardingsFn = None,
@@ -144,8 +144,8 @@ def random_model(
 
   @functools.partial(jax.jit, static_argnames=("shape", "place", "dtype"))
   def random_array(key, shape, place, dtype):
-    if (name := jnp.dtype(dtype).name) in LARGEST:
-      largest = LARGEST[name]
+    if (name := jnp.dtype(dtype).name) in MAX_QUANTIZED:
+      largest = MAX_QUANTIZED[name]
       array = jax.random.randint(key, shape, -largest, largest + 1, jnp.int8).astype(dtype)
     elif len(shape) == 1:
       array = jnp.ones(shape, dtype)
@@ -177,4 +177,4 @@ def random_speculator(target: Loaded, head: Callable[[Config], DraftHead] = new_
   """Return a draft head with random weights for `random_pair`; it is as fast as a trained one."""
   new = head(load.require_config(target))
   params = jax.tree.map(lambda x: x.astype(new.layout.dtype), new.init(jax.random.key(0)))
-  return load.head_factory(f"random {new.kind}", new, params, target)
+  return load.head_draft(f"random {new.kind}", new, params, target)

@@ -51,7 +51,7 @@ jaxtyping.install_import_hook(
 
 # Each program has many memory maps. The Linux kernel allows a process 65,530 of them, and aborts it
 # if it has more.
-MOST_MAPS = 25_000
+MAX_MAPS = 25_000
 _clear_caches = jax.clear_caches
 _num_tests = itertools.count(1)
 
@@ -78,7 +78,7 @@ def few_programs_are_kept():
   """Forget the compiled programs of earlier tests before they have too many memory maps."""
   yield
   maps = pathlib.Path("/proc/self/maps")
-  if next(_num_tests) % 10 == 0 and maps.exists() and maps.read_bytes().count(b"\n") > MOST_MAPS:
+  if next(_num_tests) % 10 == 0 and maps.exists() and maps.read_bytes().count(b"\n") > MAX_MAPS:
     _clear_caches()
 
 

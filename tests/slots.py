@@ -36,7 +36,7 @@ from specdec_jax.exactness.processed import processed
 from specdec_jax.measure.alpha import teacher_forced_logits
 from specdec_jax.pair import Pair
 
-NUM_SLOTS, NUM_TEXTS = 3, 12
+BATCH_SIZE, NUM_TEXTS = 3, 12
 FLOAT32 = 2e-5  # bound on the error of a log-softmax in float32
 
 
@@ -61,7 +61,7 @@ def compare_slots(
   rounding: Rounding,
   processors: Processors = (),
 ) -> SlotsResult:
-  """Decode NUM_TEXTS texts in NUM_SLOTS slots and one at a time, and compare the outputs.
+  """Decode NUM_TEXTS texts in BATCH_SIZE slots and one at a time, and compare the outputs.
 
   Log-probabilities of slots are compared with the float64 log-softmax of the logits of one forward
   pass over the output, before and after processors.
@@ -80,7 +80,7 @@ def compare_slots(
     decoder,
     pair.params,
     Texts(prompts.__getitem__, lengths, keys, limits),
-    num_slots=NUM_SLOTS,
+    batch_size=BATCH_SIZE,
     max_new_tokens=most,
     has_encoder=not pair.continues,
   )
@@ -128,7 +128,7 @@ def slots_hold(
   """Return whether texts in slots, and their log-probabilities, are those of one text at a time."""
   eos_ids, pad_id = (pair.vocabulary.eos_id,), pair.vocabulary.pad_id
   processors = PROCESSORS.processors(pair.target.model.vocab_size, eos_ids, pad_id)
-  settings, rounding = DecodeSettings(sampling, NUM_SLOTS, 24, 0), Rounding(share_of(pair))
+  settings, rounding = DecodeSettings(sampling, BATCH_SIZE, 24, 0), Rounding(share_of(pair))
   found = compare_slots(pair, texts, tree, settings, rounding, processors)
   holds = found.error <= found.rounding and all(d.is_tie for _, d in found.divergences)
   if sampling.is_argmax:

@@ -32,7 +32,7 @@ from specdec_jax.drafts.heads import new_head
 from specdec_jax.drafts.model import ModelDraft
 from specdec_jax.drafts.prompt_lookup import PromptLookupDraft
 from specdec_jax.errors import InputError
-from specdec_jax.load import head_factory
+from specdec_jax.load import head_draft
 from specdec_jax.models.gpt import GPTModel
 from specdec_jax.models.partitioning import PartitionedModel, make_mesh
 from specdec_jax.models.t5 import T5Model
@@ -161,7 +161,7 @@ def conditioned_draft(case: Case, gamma: int) -> tuple[ModelDraft, object]:
   sizes = dict(offsets=2, emb_dim=32, mlp_dim=16, num_decoder_layers=1)
   config = new_head(case.target.config, "conditioned", **sizes)
   params = tiny_pair.random_params(config, 3)
-  factory = head_factory("conditioned", config, params, tiny.loaded(None, case.target, case.params))
+  factory = head_draft("conditioned", config, params, tiny.loaded(None, case.target, case.params))
   return factory.build(Sampling(temperature=0.0), chain(gamma)), factory.params
 
 
@@ -169,7 +169,7 @@ def eagle_draft(case: Case) -> tuple[BeamDraft, object]:
   """Return an untrained EAGLE head on the target's hidden states, and its parameters."""
   config = new_head(case.target.config, "eagle", gamma=2, emb_dim=8, mlp_dim=16)
   params = tiny_pair.random_params(config, 3)
-  factory = head_factory("eagle", config, params, tiny.loaded(None, case.target, case.params))
+  factory = head_draft("eagle", config, params, tiny.loaded(None, case.target, case.params))
   draft = factory.build(Sampling(temperature=0.0), DynamicTree(4, 2))
   return TreeBeamDraft(draft), factory.params
 

@@ -63,13 +63,13 @@ def same_text(text: int, result, row: int) -> None:
     np.testing.assert_array_equal(ours[ran, row], theirs[ran, text])
 
 
-@pytest.mark.parametrize("num_slots", [3, pytest.param(20, marks=pytest.mark.slow)])
-def test_all_texts_of_a_program_are_those_of_a_batch(num_slots):
-  decode = jax.jit(decode_all, static_argnames=("num_slots", "max_new_tokens"))
+@pytest.mark.parametrize("batch_size", [3, pytest.param(20, marks=pytest.mark.slow)])
+def test_all_texts_of_a_program_are_those_of_a_batch(batch_size):
+  decode = jax.jit(decode_all, static_argnames=("batch_size", "max_new_tokens"))
   result = decode(
     decoder(records_log_probs=True),
     *(PARAMS, jnp.asarray(PROMPTS), KEYS),
-    num_slots=num_slots,
+    batch_size=batch_size,
     max_new_tokens=LIMIT,
   )
   assert result.num_rounds == batch().num_rounds
@@ -93,7 +93,7 @@ def test_texts_in_any_order_are_those_of_a_batch():
       Texts(
         PROMPTS[order].__getitem__, [LENGTHS[text] for text in order], KEYS[order], limits[order]
       ),
-      num_slots=3,
+      batch_size=3,
       max_new_tokens=LIMIT,
       has_encoder=True,
     )
@@ -186,7 +186,7 @@ def test_text_that_cannot_be_decoded_is_an_error():
     decoder(),
     params,
     Texts(PROMPTS.__getitem__, LENGTHS, KEYS, np.full(M, LIMIT)),
-    num_slots=3,
+    batch_size=3,
     max_new_tokens=LIMIT,
     has_encoder=True,
   )

@@ -59,7 +59,7 @@ from specdec_jax.drafts.token_recycling import token_recycling
 from specdec_jax.drafts.uniform import uniform
 from specdec_jax.exactness.checker import TableTest
 from specdec_jax.exactness.tables import draft_with_verifier
-from specdec_jax.load import head_factory
+from specdec_jax.load import head_draft
 from specdec_jax.models.families import with_feature_layers
 from specdec_jax.models.gpt import GPTModel
 from specdec_jax.models.t5 import T5Model
@@ -303,7 +303,7 @@ def learned(kind: str, layers: tuple[int, ...] | None = None):
     settings = dict(gamma=4, offsets=4, layers=layers)
     head = new_head(models.target.config, kind, **settings, **sizes)
     own = tiny_pair.random_params(head, 1)
-    made = head_factory(kind, head, own, tiny.loaded(None, models.target, models.params))
+    made = head_draft(kind, head, own, tiny.loaded(None, models.target, models.params))
     return made.build(sampling, tree), made.params
 
   return draft
@@ -591,7 +591,7 @@ def test_each_text_is_decoded_in_any_slot_as_in_a_batch(case):
     decoder,
     params,
     batching.Texts(models.prompts.__getitem__, lengths, keys, limits),
-    num_slots=2,
+    batch_size=2,
     max_new_tokens=LIMIT,
     has_encoder=models.target.config.has_encoder,
   )

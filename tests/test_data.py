@@ -13,7 +13,7 @@ from specdec_jax.data.text import read_lines
 from specdec_jax.data.vocabularies import open_vocabulary
 from specdec_jax.data.vocabulary import PAD_ID, padded
 from specdec_jax.errors import InputError
-from specdec_jax.load import EMBEDDED
+from specdec_jax.load import BUNDLED
 
 
 @pytest.fixture(scope="module")
@@ -246,7 +246,7 @@ def lines_of(tmp_path, monkeypatch):
 
 def test_single_letter_share():
   """The share is 0 in the vocabulary's language, larger for capitals, and 1 in other scripts."""
-  share = open_vocabulary(str(EMBEDDED / "vocabulary.model")).single_letter_share
+  share = open_vocabulary(str(BUNDLED / "vocabulary.model")).single_letter_share
   assert share("Two dogs are playing in the snow.") == share("") == share("12, 3.") == 0
   assert 0.5 < share("TWO DOGS ARE PLAYING IN THE SNOW") < 1
   assert share("Две собаки играют в снегу.") == share("两只狗在雪地里玩耍") == 1

@@ -17,7 +17,7 @@ from specdec_jax.core.sampling import Sampling, row_keys
 from specdec_jax.core.trees import chain
 from specdec_jax.core.verify.tokens import TokenVerifier
 from specdec_jax.data.text import read_lines
-from specdec_jax.load import EMBEDDED, asset, load_pair
+from specdec_jax.load import BUNDLED, asset, load_pair
 from specdec_jax.measure.alpha import measure_alpha
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
@@ -41,7 +41,7 @@ def sentences():
 
 
 def test_bundled_pair_is_small_enough_for_a_repository():
-  assert sum(f.stat().st_size for f in EMBEDDED.rglob("*") if f.is_file()) <= 64 * 2**20
+  assert sum(f.stat().st_size for f in BUNDLED.rglob("*") if f.is_file()) <= 64 * 2**20
 
 
 def test_draft_decoder_is_one_to_two_orders_of_magnitude_smaller(pair):
@@ -82,7 +82,7 @@ def test_alpha_at_temperature_0_agrees_with_the_readme_of_the_pair(pair, sentenc
     inputs = pair.target.model, pair.target.params, prompts[-1], row_keys(0, first, 8)
     generated.append(autoregressive_decode(*inputs, max_new_tokens=LIMIT, sampling=GREEDY))
   measured = measure_alpha(pair, prompts, generated, GREEDY)
-  readme = (EMBEDDED / "README.md").read_text()
+  readme = (BUNDLED / "README.md").read_text()
   claimed = float(re.search(r"alpha of the draft at temperature 0 \| ([0-9.]+)", readme).group(1))
   # The confidence interval is that of 48 sentences, about 700 tokens.
   assert measured.alpha_low - 0.03 <= claimed <= measured.alpha_high + 0.03

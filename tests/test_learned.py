@@ -107,7 +107,7 @@ def test_training_logits_equal_those_of_decoding(kind, of, layers):
   shape = models.target.config
   config = tiny_head(shape, kind, layers=layers)
   own = tiny_pair.random_params(config, 3)
-  drafter = loading.head_factory(kind, config, own, tiny.loaded(None, models.target, models.params))
+  drafter = loading.head_draft(kind, config, own, tiny.loaded(None, models.target, models.params))
   first = kind == "pass"  # its first draft token is the target's
   prompts = models.prompts
   if not shape.has_encoder:  # it trains on texts of its own
@@ -140,7 +140,7 @@ def test_decoder_drafts_as_it_was_trained(kind, tree):
   models = t5()
   config = tiny_head(models.target.config, kind)
   own, drawn = tiny_pair.random_params(config, 3), np.random.default_rng(0)
-  draft = loading.head_factory(
+  draft = loading.head_draft(
     "", config, own, tiny.loaded(None, models.target, models.params)
   ).build(RANDOM, tree)
   batch, num_slots, length, anchors = len(models.prompts), 24, 1, []
@@ -432,7 +432,7 @@ def test_each_kind_is_loaded_from_its_folder(kind, tmp_path):
   save_model(str(tmp_path), config, own)
   words = open_vocabulary(str(tiny_pair.folder() / "vocabulary.model"))
   loaded = loading.speculator(tiny.loaded(words, models.target, models.params), str(tmp_path))
-  mine = loading.head_factory(kind, config, own, tiny.loaded(None, models.target, models.params))
+  mine = loading.head_draft(kind, config, own, tiny.loaded(None, models.target, models.params))
   jax.tree.map(np.testing.assert_array_equal, loaded.params, mine.params)
   if kind in ("eagle", "heads", "parallel"):  # trees as in measurements
     tree = composed.tree_draft(tiny.loaded(words), lambda target: mine, num_draft_tokens=15)
@@ -461,6 +461,6 @@ def test_draft_that_reads_the_targets_cache_raises_in_beam_search(kind):
   )
   config = new_head(pair.target.model.config, kind)
   own = tiny_pair.random_params(config, 0)
-  made = loading.head_factory(kind, config, own, pair.target)
+  made = loading.head_draft(kind, config, own, pair.target)
   with pytest.raises(InputError, match="another draft"):
     pair.with_draft(made).generate(tiny_pair.SENTENCES[:1], num_beams=2, max_new_tokens=4)

@@ -11,7 +11,7 @@ import pytest
 
 from specdec_jax.errors import InputError
 from specdec_jax.measure import machine, records
-from specdec_jax.measure.records import Machine, Models, Record, Settings
+from specdec_jax.measure.records import Machine, MeasurementSettings, Models, Record
 
 # Documented fields of results.jsonl. A reader may rely on their names.
 DOCUMENTED = {
@@ -26,7 +26,7 @@ DOCUMENTED = {
 }
 RECORD = Record(
   models=Models(target="t", draft="d", dtype="float32"),
-  settings=Settings(task="multi30k", temperature=0.0, gamma=5, batch_size=1, seed=0),
+  settings=MeasurementSettings(task="multi30k", temperature=0.0, gamma=5, batch_size=1, seed=0),
   machine=Machine(platform="cpu", device_kind="cpu"),
 )
 setting = RECORD.replace

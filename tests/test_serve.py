@@ -32,7 +32,7 @@ from specdec_jax.serve import service as service_module
 from specdec_jax.serve import slots as slots_module
 from specdec_jax.serve.app import Server
 from specdec_jax.serve.completion import Choice
-from specdec_jax.serve.engine import Closed, Engine, Limits
+from specdec_jax.serve.engine import Engine, EngineStopped, Limits
 from specdec_jax.serve.protocol import EXTRA_FIELDS
 from specdec_jax.serve.server import serve
 from specdec_jax.serve.service import Service
@@ -42,7 +42,7 @@ pytestmark = pytest.mark.slow
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 TEXTS = [tiny_pair.SENTENCES[i] for i in (0, 14, 60)]
-LIMITS = Limits(num_slots=4, max_groups=2, queue_size=64, max_new_tokens=32, max_outputs=8)
+LIMITS = Limits(batch_size=4, max_groups=2, queue_size=64, max_new_tokens=32, max_outputs=8)
 SAMPLED = dict(temperature=1.0, top_k=30, seed=3)
 WAIT = 60  # seconds until a test gives up
 
@@ -129,7 +129,7 @@ def gated(monkeypatch):
       return super().step(1)
 
   monkeypatch.setattr(service_module, "Slots", GatedSlots)
-  running = Running(Limits(num_slots=2, queue_size=2, max_new_tokens=32, max_outputs=2))
+  running = Running(Limits(batch_size=2, queue_size=2, max_new_tokens=32, max_outputs=2))
   running.steps, running.slots = steps, []
   yield running
   steps.release(1000)
@@ -274,7 +274,7 @@ def test_malformed_requests_are_rejected(running):
 @pytest.mark.slow
 def test_outputs_end_at_the_last_position():
   """Without `max_tokens`. The target has 96 positions for the prompt and the output."""
-  running = Running(Limits(num_slots=2, max_new_tokens=256), tiny_pair.gpt_pair())
+  running = Running(Limits(batch_size=2, max_new_tokens=256), tiny_pair.gpt_pair())
   with contextlib.closing(running):
     usage = running.complete(max_tokens=None, min_new_tokens=256).usage
     most = 97 - usage.prompt_tokens
@@ -368,7 +368,7 @@ def test_metrics_count_requests_and_tokens(running, caplog):
   assert difference("request_duration_seconds_sum") > 0
   mean = after["specdec_generated_tokens_total"] / after["specdec_rounds_total"]
   assert after["specdec_acceptance_length"] == pytest.approx(mean)
-  assert after["specdec_slots"] == LIMITS.num_slots * LIMITS.max_groups
+  assert after["specdec_slots"] == LIMITS.batch_size * LIMITS.max_groups
   assert after["specdec_queue_length"] == after["specdec_slots_in_use"] == 0
   complete, rejected = caplog.messages
   num_tokens = answer.usage.completion_tokens
@@ -377,7 +377,7 @@ def test_metrics_count_requests_and_tokens(running, caplog):
 
 
 def test_programs_of_default_settings_are_compiled_by_the_warm_up():
-  limits = Limits(num_slots=2, max_new_tokens=7, max_outputs=2)
+  limits = Limits(batch_size=2, max_new_tokens=7, max_outputs=2)
   service = Service(tiny_pair.pair(max_source_tokens=16), gamma=1, limits=limits)
   assert service.name == f"{tiny_pair.folder().name}/target"
   service.warm_up()
@@ -577,7 +577,7 @@ def engine_of(texts, **limits):
 
 def test_texts_with_other_settings_wait_for_an_idle_group():
   texts = [("a", "a1", 3), ("b", "b1", 9), ("c", "c1", 2), ("a", "a2", 1), ("b", "b2", 1)]
-  engine, reports, slots = engine_of(texts, num_slots=1, max_groups=2)
+  engine, reports, slots = engine_of(texts, batch_size=1, max_groups=2)
   engine.drain(WAIT)
   engine.stop()
   assert slots.added == ["a1", "b1", "c1", "a2", "b2"]
@@ -597,19 +597,19 @@ def test_failed_step_ends_the_texts_of_its_group_only():
 
 def test_stopped_engine_reports_it_to_the_texts_that_are_left():
   texts = [("a", "a1", 10**9), ("a", "a2", 1)]
-  engine, reports, _ = engine_of(texts, num_slots=1)
+  engine, reports, _ = engine_of(texts, batch_size=1)
   engine.drain(0.01)
   engine.stop()
-  assert [type(report[-1][0]) for report in reports.values()] == [Closed, Closed]
-  with pytest.raises(Closed):
+  assert [type(report[-1][0]) for report in reports.values()] == [EngineStopped, EngineStopped]
+  with pytest.raises(EngineStopped):
     engine.submit([])
 
 
 def test_limits_that_contradict_each_other_are_rejected():
   with pytest.raises(InputError, match="give a queue_size of at least max_outputs"):
     Limits(queue_size=2, max_outputs=3)
-  with pytest.raises(InputError, match="num_slots is 0"):
-    Limits(num_slots=0)
+  with pytest.raises(InputError, match="batch_size is 0"):
+    Limits(batch_size=0)
 
 
 def test_port_in_use_is_reported(running):
@@ -623,7 +623,7 @@ def command(port):
   """Run `specdec serve` until it is killed; wait until it answers."""
   paths = {name: tiny_pair.folder() / name for name in ("target", "near", "vocabulary.model")}
   flags = dict(zip(("target", "draft", "vocabulary"), paths.values()), port=port, gamma=2)
-  flags |= dict(num_slots=2, max_new_tokens=1024, model_name="target")
+  flags |= dict(batch_size=2, max_new_tokens=1024, model_name="target")
   run = [sys.executable, "-m", "specdec_jax.run", "serve"]
   run += [f"--{name}={value}" for name, value in flags.items()]
   process = subprocess.Popen(run, cwd=ROOT, stderr=subprocess.PIPE, text=True)

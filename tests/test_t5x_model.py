@@ -225,19 +225,19 @@ def test_prompts_and_callbacks_have_the_outputs_of_t5x(prompted, callback, steps
 
 
 @pytest.mark.parametrize(
-  "topk, topp, return_all, tree, verifier, num_slots",
+  "topk, topp, return_all, tree, verifier, batch_size",
   [
     (4, 0.0, True, chain(3), TokenVerifier, None),
     (0, 0.6, False, branching(2, 2), KSeqVerifier, 2),
   ],
 )
 def test_several_decodes_are_sorted_by_the_scores_of_t5x(
-  topk, topp, return_all, tree, verifier, num_slots
+  topk, topp, return_all, tree, verifier, batch_size
 ):
   decodes, temperature, rng = 3, 0.7, jax.random.PRNGKey(5)
   config, draft_params = DRAFTS["near"]
   decoder_params = models.DecoderParams(num_decodes=decodes, return_all_decodes=return_all)
-  round_settings = dict(tree=tree.parents, verifier=verifier, num_slots=num_slots)
+  round_settings = dict(tree=tree.parents, verifier=verifier, batch_size=batch_size)
   model = speculative(config, decoder_params, **round_settings)
 
   @jax.jit
@@ -326,7 +326,7 @@ def test_unsupported_networks_are_reported():
     (dict(tree=(0, 3, 1)), "A tree has parents .0, 3, 1.; they must be"),
     (dict(lenience=2), "lenience is 2; it must lie in"),
     (dict(topk=3, topp=0.5), "topk is 3 and topp is 0.5"),
-    (dict(num_slots=0), "num_slots is 0"),
+    (dict(batch_size=0), "batch_size is 0"),
     (
       dict(verifier=BlockVerifier, lenience=0.5),
       "lenience is 0.5, but the verifier is BlockVerifier",

@@ -514,7 +514,7 @@ def test_target_is_trained_from_the_parameters_of_a_checkpoint(tmp_path, monkeyp
     start=target,
     max_source_tokens=7,
   )
-  train_target(config=commands.config_of(target, dropout_rate=0.2))
+  train_target(config=commands.checkpoint_config(target, dropout_rate=0.2))
   ((_, _, text, *_, init, bleu),) = train_calls
   assert {len(source) for source in text.sources} == {7}
   assert all(source[-1] == 1 for source in text.sources)

@@ -27,7 +27,7 @@ from experiments.lib.records import measured_on
 from experiments.peers.huggingface import load_model
 from specdec_jax.checkpoints.load import open_checkpoint
 from specdec_jax.checkpoints.save import save_huggingface
-from specdec_jax.load import EMBEDDED
+from specdec_jax.load import BUNDLED
 from specdec_jax.measure.machine import provenance
 from specdec_jax.measure.tables import Table
 
@@ -167,7 +167,7 @@ def main() -> None:
     texts = [text.strip() for text in file if len(pair.encode(text.strip())) <= MAX_SOURCE_TOKENS]
   texts = texts[:NUM_TEXTS]
   sources = [pair.encode(text) for text in texts]
-  checkpoint: Any = open_checkpoint(str(EMBEDDED / "target"))
+  checkpoint: Any = open_checkpoint(str(BUNDLED / "target"))
   with tempfile.TemporaryDirectory() as folder:
     save_huggingface(folder, checkpoint.config, checkpoint.load(checkpoint.config))
     model = load_model(folder)

@@ -13,7 +13,7 @@ from jax import Array
 from specdec_jax.checkpoints.load import load_params, open_checkpoint
 from specdec_jax.checkpoints.save import save_model
 from specdec_jax.commands.teacher import MAX_NEW_TOKENS, Teacher
-from specdec_jax.commands.train import bleu_of, config_of, open_fitting_vocabulary
+from specdec_jax.commands.train import bleu_of, checkpoint_config, open_fitting_vocabulary
 from specdec_jax.data.text import read_lines
 from specdec_jax.drafts.heads import DraftHead
 from specdec_jax.errors import InputError, require_number
@@ -98,7 +98,9 @@ def train_jointly(
     raise InputError("A beam search needs sources; use texts 'references' for this target.")
   if valid_source and not valid_target:
     raise InputError("BLEU needs the translations of valid_source; give their file, valid_target.")
-  words, target_config = open_fitting_vocabulary(config_of(target, dropout_rate), vocabulary)
+  words, target_config = open_fitting_vocabulary(
+    checkpoint_config(target, dropout_rate), vocabulary
+  )
   mesh = make_mesh(settings.model_parallel)
   shardings = functools.partial(param_shardings, mesh=mesh)
   original = load_params(target, target_config, shardings=shardings)

@@ -18,7 +18,7 @@ from experiments.lib.records import lines, measured_on
 from specdec_jax.core.memory import num_bytes
 from specdec_jax.data.quality import quality
 from specdec_jax.data.text import read_lines
-from specdec_jax.load import EMBEDDED, load_pair
+from specdec_jax.load import BUNDLED, load_pair
 from specdec_jax.measure.machine import provenance
 from specdec_jax.measure.tables import Table
 
@@ -57,7 +57,7 @@ def main() -> None:
     if weights in measured:
       continue
     started = time.perf_counter()
-    pair = load_pair(draft=str(EMBEDDED / "draft"), weights=weights)
+    pair = load_pair(draft=str(BUNDLED / "draft"), weights=weights)
     plain, ours = (
       [x.text for x in pair.generate(sources, gamma=gamma, batch_size=32, max_new_tokens=64)]
       for gamma in (0, GAMMA)

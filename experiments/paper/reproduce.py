@@ -30,7 +30,7 @@ from specdec_jax.drafts.heads import AnyConfig
 from specdec_jax.drafts.ngram import bigram, unigram
 from specdec_jax.drafts.uniform import uniform
 from specdec_jax.errors import InputError
-from specdec_jax.load import EMBEDDED, asset, checkpoint_draft, load_pair
+from specdec_jax.load import BUNDLED, asset, checkpoint_draft, load_pair
 from specdec_jax.measure.records import Record, read, results_path
 from specdec_jax.measure.roofline import memory_bandwidth
 from specdec_jax.measure.speed import Baseline, own_baseline, speed_steps
@@ -102,7 +102,7 @@ class StandIns:
     if is_speed:
       return named_config("1.1", self.sizes[name]) if name in self.sizes else None
     bundled = {TARGET: "target", "T5-small": "draft"}
-    return open_checkpoint(str(EMBEDDED / bundled[name])).config if name in bundled else None
+    return open_checkpoint(str(BUNDLED / bundled[name])).config if name in bundled else None
 
   def open(self, name: str, task: Task) -> None:
     """Raise InputError if there is no checkpoint of a model."""

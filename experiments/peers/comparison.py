@@ -25,7 +25,7 @@ from specdec_jax.core.types import DecodeResult, LoadsDraft, Params
 from specdec_jax.data.vocabularies import open_vocabulary
 from specdec_jax.data.vocabulary import Vocabulary
 from specdec_jax.errors import InputError
-from specdec_jax.load import EMBEDDED, checkpoint_draft, is_bundled, load_pair
+from specdec_jax.load import BUNDLED, checkpoint_draft, is_bundled, load_pair
 from specdec_jax.measure.speed import own_baseline
 from specdec_jax.models.config import T5Config
 from specdec_jax.models.layout import Weights
@@ -187,8 +187,8 @@ OWN_BASELINE = Backend("own", (), _load_own, searches=True)
 def trained(
   folder: str,
   workload: Workload,
-  target: str = str(EMBEDDED / "target"),
-  draft: str = str(EMBEDDED / "draft"),
+  target: str = str(BUNDLED / "target"),
+  draft: str = str(BUNDLED / "draft"),
   vocabulary: str | None = None,
   task: str | None = None,
   extra_ids: int | Literal["auto"] = "auto",
@@ -213,7 +213,7 @@ def trained(
   checkpoint = open_checkpoint(target)
   vocabulary = vocabulary or checkpoint.open_vocabulary().path
   if task is None and is_bundled(checkpoint):
-    task = EMBEDDED.name
+    task = BUNDLED.name
   target_path, draft_path = (
     open_checkpoint(path).recorded_path for path in (target, learned or draft)
   )
@@ -259,7 +259,7 @@ def random(
     precisions: see `trained`.
   """
   workload = Workload(texts, gammas, temperatures=(0.0,), max_new_tokens=max_new_tokens)
-  vocabulary, task = str(EMBEDDED / "vocabulary.model"), f"simulated, alpha {alpha:g}"
+  vocabulary, task = str(BUNDLED / "vocabulary.model"), f"simulated, alpha {alpha:g}"
   extra_ids = t5_config(target, version).vocab_size - len(open_vocabulary(vocabulary))
   target, draft = (_write_random(folder, size, version) for size in (target, draft))
   drafts = functools.partial(_random_draft, draft, num_output_tokens)

@@ -28,7 +28,7 @@ from specdec_jax.core.verify.tokens import TokenVerifier
 from specdec_jax.drafts.dynamic import model_draft
 from specdec_jax.drafts.heads import AnyConfig, DraftHead
 from specdec_jax.errors import InputError
-from specdec_jax.load import head_factory
+from specdec_jax.load import head_draft
 from specdec_jax.models.families import Config, init_params, model_of
 from specdec_jax.models.partitioning import (
   REPLICATED,
@@ -289,7 +289,7 @@ class _PairOnSite:
     self.draft_params = site.params(draft, settings.draft_rules)
     if isinstance(draft, DraftHead):
       loaded = Loaded("target", model_of(target), self.target_params, vocabulary=None)
-      factory = head_factory(draft.kind, draft, self.draft_params, loaded)
+      factory = head_draft(draft.kind, draft, self.draft_params, loaded)
       unsharded, self.draft_params = factory.build(settings.sampling, self.tree), factory.params
     else:
       unsharded = model_draft(model_of(draft), settings.sampling, self.tree)

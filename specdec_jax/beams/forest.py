@@ -17,7 +17,7 @@ from specdec_jax.beams.layout import PlacedNodes, write_block
 from specdec_jax.beams.verified import NO_ENTRY, VerifiedNodes, continuation_log_prob
 from specdec_jax.core.arrays import gather
 from specdec_jax.core.context import Prefixes
-from specdec_jax.core.trees import reach
+from specdec_jax.core.trees import ancestor_mask
 
 
 class BeamContext(NamedTuple):
@@ -106,7 +106,7 @@ def pack_block(context: BeamContext, forest: Forest, depth: int, count: int) -> 
   parents = jnp.where(has_parent, gather(entries, gather(parent_nodes, nodes)), NO_ENTRY)
 
   # A node attends to its ancestors in the forest and to the text before its root.
-  ancestors = reach(parent_nodes, depth)  # [B, F, F]
+  ancestors = ancestor_mask(parent_nodes, depth)  # [B, F, F]
   positions = context.length[:, None] - 2 + ancestors.sum(axis=2)
   entry_of_node = entries[..., None] == jnp.arange(num_cached + count)  # [B, F, J]
   block_ancestors = gather(ancestors, nodes)  # [B, M, F]
@@ -132,7 +132,7 @@ def block_prefixes(
   num_beams = context.last_tokens.shape[1]
   tokens = jnp.concatenate([context.last_tokens, forest.tokens], axis=1)
   roots = jnp.broadcast_to(jnp.arange(num_beams), context.last_tokens.shape)
-  ancestors = reach(jnp.concatenate([roots, forest.parents], axis=1), depth)  # [B, F, F]
+  ancestors = ancestor_mask(jnp.concatenate([roots, forest.parents], axis=1), depth)  # [B, F, F]
   depths = ancestors.sum(axis=2) - 1
   of_block = gather(ancestors, block.nodes)  # [B, M, F]
   text = gather(context.tokens, of_block[..., :num_beams].argmax(axis=2))  # [B, M, X]

@@ -18,7 +18,7 @@ from specdec_jax.core.types import DraftSpec, Loaded, Model
 from specdec_jax.data.text import read_lines
 from specdec_jax.data.vocabulary import Vocabulary
 from specdec_jax.generate import GenerateCall
-from specdec_jax.load import load_model
+from specdec_jax.load import load_with_layout
 from specdec_jax.models.families import Config, model_of
 from specdec_jax.models.layout import for_device
 from specdec_jax.models.partitioning import PartitionedModel, make_mesh, param_shardings
@@ -129,7 +129,7 @@ def open_teacher(path: str, vocabulary: Vocabulary, model_parallel: int) -> Teac
   mesh = make_mesh(model_parallel)
   shardings = functools.partial(param_shardings, mesh=mesh)
   layout = for_device(kernels="xla")
-  model, params = load_model("target", open_checkpoint(path), vocabulary, layout, shardings)
+  model, params = load_with_layout("target", open_checkpoint(path), vocabulary, layout, shardings)
   return Teacher(vocabulary, model.config, params, mesh)
 
 

@@ -83,7 +83,8 @@ def train_target(
     data: see the module; so are the arguments that are not listed here.
     valid_target: name of the file with the translations of the validation sentences, or of the
       validation texts of a decoder-only model.
-    config: configuration of the model, including the dropout rate; with `start`, `config_of`.
+    config: configuration of the model, including the dropout rate; with `start`,
+      `checkpoint_config`.
     start: checkpoint with the same configuration, in any format that `load.load_pair` reads, from
       whose parameters training starts. None to start from random parameters.
     max_source_tokens: number of tokens to which longer sources are truncated, EOS included. None to
@@ -128,7 +129,7 @@ def bleu_of(
   return quality("BLEU", texts, read_lines(references))
 
 
-def config_of(checkpoint: str, dropout_rate: float = 0.1) -> Config:
+def checkpoint_config(checkpoint: str, dropout_rate: float = 0.1) -> Config:
   """Return the configuration of the model in a checkpoint, with a dropout rate for training.
 
   Raises:

@@ -14,7 +14,7 @@ from specdec_jax.contrib.stopping import StoppingDraft, confidence
 from specdec_jax.core.sampling import Sampling
 from specdec_jax.core.trees import AnyTree
 from specdec_jax.core.types import DraftOptions, DraftSpec, Loaded, LoadsDraft
-from specdec_jax.core.verify.lossy import AcceptableTokens
+from specdec_jax.core.verify.lossy import AcceptableSetVerifier
 from specdec_jax.drafts.composed import build_model
 from specdec_jax.errors import require_number
 
@@ -54,7 +54,7 @@ class HandOverDraft(StoppingDraft):
 
 
 @dataclasses.dataclass(frozen=True)
-class RollbackVerifier(AcceptableTokens):
+class RollbackVerifier(AcceptableSetVerifier):
   """Verifier that rolls back only where the target disagrees strongly (BiLD; Kim et al., 2023).
 
   It accepts a token x if -log p(x) is at most `rollback`. The next token is sampled from p.

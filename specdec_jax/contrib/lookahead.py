@@ -20,7 +20,16 @@ from specdec_jax.core.arrays import gather, take
 from specdec_jax.core.context import Context
 from specdec_jax.core.sampling import Sampling, argmax
 from specdec_jax.core.trees import AnyTree, Tree, chain, require_chain
-from specdec_jax.core.types import Draft, DraftOptions, DraftSpec, Keys, Loaded, Outcome, Proposal
+from specdec_jax.core.types import (
+  NO_TOKEN,
+  Draft,
+  DraftOptions,
+  DraftSpec,
+  Keys,
+  Loaded,
+  Outcome,
+  Proposal,
+)
 from specdec_jax.drafts.several import joined_at_root
 from specdec_jax.errors import require_count
 from specdec_jax.models.t5 import PAD_ID
@@ -42,7 +51,7 @@ class Lookahead(NamedTuple):
   Attributes:
     window: trajectories, oldest pass first. Row l of column k predicts the token that is l + k + 1
       positions after the last committed one.
-    pool: continuations of each token, latest first; missing continuations are PAD_ID.
+    pool: continuations of each token, latest first; missing continuations are NO_TOKEN.
   """
 
   window: Int[Array, "B gamma width"]
@@ -106,7 +115,7 @@ class LookaheadDraft(Draft):
     size = jnp.maximum((prompt != PAD_ID).sum(axis=1), 1)[:, None]
     offsets = jnp.arange(self.gamma)[:, None] + jnp.arange(width)  # [gamma, width]
     tokens = gather(prompt, offsets.reshape(-1) % size)
-    tokens = jnp.where(tokens < self.vocab_size, tokens, PAD_ID).astype(jnp.int32)
+    tokens = jnp.where(tokens < self.vocab_size, tokens, NO_TOKEN).astype(jnp.int32)
     shape = len(prompt), self.vocab_size, self.num_ngrams, self.gamma
     return Lookahead(tokens.reshape(-1, self.gamma, width), jnp.zeros(shape, jnp.int32))
 

@@ -11,12 +11,12 @@ from jax import Array, lax
 from jaxtyping import Bool, Float
 
 from specdec_jax.core.sampling import Sampling
-from specdec_jax.core.verify.lossy import AcceptableTokens
+from specdec_jax.core.verify.lossy import AcceptableSetVerifier
 from specdec_jax.errors import require_count, require_number
 
 
 @dataclasses.dataclass(frozen=True)
-class TopBetaVerifier(AcceptableTokens):
+class TopBetaVerifier(AcceptableSetVerifier):
   """Verifier with top-beta acceptance (SpecDec; Xia et al., 2023).
 
   It accepts a token that is among the `beta` most probable tokens of the target, if its

@@ -25,7 +25,7 @@ from specdec_jax.core.arrays import gather
 from specdec_jax.core.memory import require_host_memory
 from specdec_jax.errors import InputError, require_count, shown
 
-MOST_UNROLLED = 64  # maximum number of levels or siblings that a program computes one by one
+MAX_UNROLLED = 64  # maximum number of levels or siblings that a program computes one by one
 
 
 class NodePlacement(NamedTuple):
@@ -203,7 +203,7 @@ class DynamicTree:
   @property
   def row_ancestors(self) -> Bool[Array, "B K K"]:
     """Mask that is True at [:, i, j] if node j is node i or one of its ancestors."""
-    return reach(jnp.pad(self.parents, ((0, 0), (1, 0))), self.depth)
+    return ancestor_mask(jnp.pad(self.parents, ((0, 0), (1, 0))), self.depth)
 
   @property
   def row_depths(self) -> Int[Array, "B K"]:
@@ -249,7 +249,7 @@ def _place_tree(
   return NodePlacement(positions, key_positions, visible)
 
 
-def reach(parents: Int[Array, "B K"], depth: int) -> Bool[Array, "B K K"]:
+def ancestor_mask(parents: Int[Array, "B K"], depth: int) -> Bool[Array, "B K K"]:
   """Return a mask that is True at [:, i, j] if node j is node i or one of its ancestors.
 
   A root is its own parent. `depth` is the maximum distance between a node and an ancestor.
@@ -292,7 +292,7 @@ def require_tree_memory(num_nodes: int) -> None:
 
 
 def require_compilable(tree: AnyTree) -> None:
-  """Raise InputError if a tree that is not a chain has more than MOST_UNROLLED levels or siblings.
+  """Raise InputError if a tree that is not a chain has more than MAX_UNROLLED levels or siblings.
 
   Each level, and each sibling, is compiled separately. Dynamic trees may have more siblings.
   """
@@ -300,10 +300,10 @@ def require_compilable(tree: AnyTree) -> None:
     return
   width = tree.width if isinstance(tree, Tree) else 1
   for what, count in (("children of a node", width), ("levels", tree.depth)):
-    if count > MOST_UNROLLED:
+    if count > MAX_UNROLLED:
       raise InputError(
         f"The tree has {count} {what}, each of which is compiled separately, which would take "
-        f"minutes; use at most {MOST_UNROLLED}, or a chain of gamma draft tokens."
+        f"minutes; use at most {MAX_UNROLLED}, or a chain of gamma draft tokens."
       )
 
 

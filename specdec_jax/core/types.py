@@ -34,6 +34,8 @@ from specdec_jax.errors import InputError
 
 AnyArray = Array | np.ndarray  # on the device or on the host
 
+NO_TOKEN = 0  # id where a table or a copy of a text has no token to propose
+
 
 class Params(NamedTuple):
   """Parameters of a target and of its draft, as arguments of compiled programs."""

@@ -37,7 +37,7 @@ class Models:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Settings:
+class MeasurementSettings:
   """Settings of a measurement, without models and machine."""
 
   task: str | None = None  # name of the inputs
@@ -153,7 +153,7 @@ class Record:
   """A setting and its measurements. Values that were not measured are None."""
 
   models: Models
-  settings: Settings
+  settings: MeasurementSettings
   machine: Machine
   outputs: Outputs = Outputs()
   times: Times = Times()
@@ -169,7 +169,7 @@ class Record:
     return dataclasses.replace(self, **changed, **values)
 
   @property
-  def key(self) -> tuple[Models, Settings, Machine]:
+  def key(self) -> tuple[Models, MeasurementSettings, Machine]:
     """What identifies a record. Two records with equal keys are repeats."""
     machine = self.machine
     if machine.platform != "cpu":  # the host does not matter
@@ -232,7 +232,7 @@ class Record:
 
 GROUPS = {
   "models": Models,
-  "settings": Settings,
+  "settings": MeasurementSettings,
   "machine": Machine,
   "outputs": Outputs,
   "times": Times,
@@ -273,7 +273,7 @@ def settings_to_measure(
   return [
     Record(
       models=models,
-      settings=Settings(
+      settings=MeasurementSettings(
         task=pair.task,
         num_examples=len(texts),
         distinct_texts=len(set(texts)),

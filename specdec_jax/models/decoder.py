@@ -105,7 +105,7 @@ class DecoderLayer(nn.Module):
     return x, keys_values
 
 
-class Decoder(nn.Module):
+class DecoderStack(nn.Module):
   """Stack of decoder layers, with positions, a final norm and logits.
 
   Attributes:

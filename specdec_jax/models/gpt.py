@@ -15,7 +15,7 @@ from jax import Array
 from jaxtyping import Float, Int
 
 from specdec_jax.models.config import GPTConfig
-from specdec_jax.models.decoder import Decoder, empty_slots
+from specdec_jax.models.decoder import DecoderStack, empty_slots
 from specdec_jax.models.layers import embedder
 from specdec_jax.models.transformer import Cache, Transformer, TransformerModel
 
@@ -27,7 +27,7 @@ class GPT(Transformer):
 
   def setup(self):
     self.token_embedder = embedder(self.config)
-    self.decoder = Decoder(self.config, self.feature_layers)
+    self.decoder = DecoderStack(self.config, self.feature_layers)
 
   def __call__(
     self, source: Any, inputs: Int[Array, "B K"], deterministic: bool = True

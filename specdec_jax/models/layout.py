@@ -18,7 +18,7 @@ from jaxtyping import Float, Int, Shaped
 from specdec_jax.errors import InputError
 from specdec_jax.models.kernels import gpu, skinny
 from specdec_jax.models.kernels.gpu import Normed
-from specdec_jax.models.quantization import LARGEST, column_scales, num_groups, quantize
+from specdec_jax.models.quantization import MAX_QUANTIZED, column_scales, num_groups, quantize
 
 MASKED = -1e10  # added to attention logits; exp(MASKED) is exactly 0 in float32 and bfloat16
 
@@ -51,7 +51,7 @@ class Layout:
   fused: bool = False
 
   def __post_init__(self):
-    if self.weights not in ("float", "stored", *LARGEST):
+    if self.weights not in ("float", "stored", *MAX_QUANTIZED):
       raise InputError(f"weights is {self.weights!r}; give 'float', 'stored', 'int8' or 'int4'.")
     if self.weights == "int4" and self.kernels == "skinny":
       object.__setattr__(self, "kernels", "xla")  # there is no such kernel
@@ -64,7 +64,7 @@ class Layout:
   @property
   def is_quantized(self) -> bool:
     """Whether the matrices of linear layers are int8 or int4."""
-    return self.weights in LARGEST
+    return self.weights in MAX_QUANTIZED
 
   @property
   def fuses_blocks(self) -> bool:

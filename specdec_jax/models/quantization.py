@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Float, Shaped
 
-LARGEST = {"int8": 127, "int4": 7}
+MAX_QUANTIZED = {"int8": 127, "int4": 7}
 GROUP = 128
 
 
@@ -38,7 +38,7 @@ def column_scales(
   largest = np.abs(_grouped(kernel, weights)).max(axis=-2)
   if not np.isfinite(largest).all():
     raise ValueError(f"{weights} cannot represent NaN or infinity, and it has them")
-  unit = np.float32(LARGEST[weights])
+  unit = np.float32(MAX_QUANTIZED[weights])
   return np.where(largest > 0, largest / unit, np.float32(1)).astype(np.float32)
 
 

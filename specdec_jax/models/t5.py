@@ -12,7 +12,7 @@ from jax import Array
 from jaxtyping import Bool, Float, Int
 
 from specdec_jax.models.config import T5Config
-from specdec_jax.models.decoder import Decoder, KeysValues, empty_slots
+from specdec_jax.models.decoder import DecoderStack, KeysValues, empty_slots
 from specdec_jax.models.layers import (
   MASKED,
   Attention,
@@ -124,7 +124,7 @@ class T5(Transformer):
     if cfg.encoder_embeddings:
       self.encoder_embedder = embedder(cfg.encoder)
     self.encoder = Encoder(cfg.encoder)
-    self.decoder = Decoder(cfg, self.feature_layers)
+    self.decoder = DecoderStack(cfg, self.feature_layers)
 
   def __call__(
     self, source: Int[Array, "B S"], inputs: Int[Array, "B K"], deterministic: bool = True

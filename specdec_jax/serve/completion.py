@@ -26,7 +26,7 @@ from specdec_jax.generate import (
   sample_keys,
   text_of,
 )
-from specdec_jax.serve.engine import Closed
+from specdec_jax.serve.engine import EngineStopped
 from specdec_jax.serve.protocol import CompletionRequest, RequestError, input_errors
 from specdec_jax.serve.service import Service
 from specdec_jax.serve.slots import Text
@@ -153,7 +153,7 @@ class Completion:
       service.engine.submit(self._texts)
     except queue.Full:
       raise RequestError(429, "The queue is full; send the request again later.") from None
-    except Closed as error:
+    except EngineStopped as error:
       raise RequestError(503, str(error)) from None
 
   def _prepare(self) -> tuple[GenerateCall, list[list[int]], list[int]]:
@@ -240,8 +240,8 @@ class Completion:
     try:
       await (self._stream(send) if self._request.stream else self._send(scope, receive, send))
     except Exception as error:
-      status = 503 if isinstance(error, Closed) else 500
-      said = error if isinstance(error, Closed | InputError) else type(error).__name__
+      status = 503 if isinstance(error, EngineStopped) else 500
+      said = error if isinstance(error, EngineStopped | InputError) else type(error).__name__
       failure = RequestError(status, f"The request could not be completed: {said}")
       if self._is_streaming:
         await _send_event(send, failure.json(), more=False)

@@ -20,7 +20,7 @@ class Limits:
   """Limits of requests and of the engine.
 
   Attributes:
-    num_slots: number of texts with the same settings that are decoded together.
+    batch_size: number of texts with the same settings that are decoded together.
     max_groups: number of different settings whose texts are decoded at the same time, in turns.
     queue_size: number of texts that may wait for a slot. A request for more gets status 429.
     max_new_tokens: largest `max_tokens` of a request.
@@ -28,7 +28,7 @@ class Limits:
     max_body_bytes: largest size of the body of a request.
   """
 
-  num_slots: int = 8
+  batch_size: int = 8
   max_groups: int = 4
   queue_size: int = 256
   max_new_tokens: int = 256
@@ -45,7 +45,7 @@ class Limits:
       )
 
 
-class Closed(Exception):
+class EngineStopped(Exception):
   """Exception for texts that the engine does not decode because it is being stopped."""
 
 
@@ -95,18 +95,18 @@ class Engine:
   @property
   def total_slots(self) -> int:
     """Number of slots of all groups."""
-    return self._limits.num_slots * len(self._groups)
+    return self._limits.batch_size * len(self._groups)
 
   def submit(self, texts: Sequence[Text]) -> None:
     """Append texts to the queue.
 
     Raises:
       queue.Full: the queue has not enough room for all texts.
-      Closed: the engine is being stopped.
+      EngineStopped: the engine is being stopped.
     """
     with self._changed:
       if not self.is_healthy:
-        raise Closed("The server is shutting down.")
+        raise EngineStopped("The server is shutting down.")
       if self.num_waiting + len(texts) > self._limits.queue_size:
         raise queue.Full
       self._waiting |= dict.fromkeys(texts)
@@ -129,7 +129,7 @@ class Engine:
       self._changed.wait_for(lambda: not (self._waiting or self.num_active), seconds)
 
   def stop(self) -> None:
-    """Stop the thread after its current step, and report `Closed` to all remaining texts.
+    """Stop the thread after its current step, and report `EngineStopped` to all remaining texts.
 
     A step that compiles a program may take longer than this method waits.
     """
@@ -160,7 +160,7 @@ class Engine:
       *self._waiting,
       *(text for group in self._groups.values() for text in group.texts),
     ):
-      text.report(Closed("The server is shutting down."), True)
+      text.report(EngineStopped("The server is shutting down."), True)
 
   def _admit(self) -> None:
     for group in self._groups.values():
@@ -173,7 +173,7 @@ class Engine:
       group = self._groups.get(text.decoder) or self._new_group(text.decoder)
       if group is None:
         break
-      if len(group.texts) < self._limits.num_slots:
+      if len(group.texts) < self._limits.batch_size:
         del self._waiting[text]
         group.texts.add(text)
         group.added.append(text)

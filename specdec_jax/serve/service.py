@@ -113,7 +113,7 @@ class Service:
     self.name = name or "/".join(pathlib.PurePath(pair.target.path or pair.target.name).parts[-2:])
     self._tree = Tree(tree) if tree is not None else chain(gamma)
     config, _ = generation_config(pair, None, {"num_beams": 1})
-    prompt = jnp.zeros((limits.num_slots, pair.max_source_tokens), jnp.int32)
+    prompt = jnp.zeros((limits.batch_size, pair.max_source_tokens), jnp.int32)
     init = functools.partial(self.call(config).decoder().init, max_new_tokens=limits.max_new_tokens)
     jax.eval_shape(init, pair.params, prompt, jax.random.key(0))  # checks memory
     self.metrics = Metrics()
@@ -131,7 +131,7 @@ class Service:
     widths = {min(size_of_sources(n), most) for n in range(1, most + 1)}
     for width in [1] if self.pair.continues else sorted(widths):
       text = Text(decoder, [eos_id] * width, jax.random.key(0), 1, lambda *_: None)
-      for texts in ([text] * slots.num_slots, [text]):  # texts together, and a text alone
+      for texts in ([text] * slots.batch_size, [text]):  # texts together, and a text alone
         slots.add(texts)
         slots.step()
 
@@ -140,7 +140,7 @@ class Service:
     return Slots(
       decoder,
       pair.params,
-      limits.num_slots,
+      limits.batch_size,
       pair.max_source_tokens,
       limits.max_new_tokens,
       pair.vocabulary.pad_id,

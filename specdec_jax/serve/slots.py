@@ -55,16 +55,16 @@ class Slots:
     self,
     decoder: Decoder,
     params: Params,
-    num_slots: int,
+    batch_size: int,
     prompt_width: int,
     max_new_tokens: int,
     pad_id: int = 0,
     has_encoder: bool = True,
   ):
-    self.decoder, self.params, self.num_slots = decoder, params, num_slots
+    self.decoder, self.params, self.batch_size = decoder, params, batch_size
     self.prompt_width, self.max_new_tokens, self.pad_id = prompt_width, max_new_tokens, pad_id
     self.has_encoder = has_encoder
-    self._texts: list[Text | None] = [None] * num_slots
+    self._texts: list[Text | None] = [None] * batch_size
     self._rows: Rows | None = None  # a slot is done if it has no text
 
   @property
@@ -75,7 +75,7 @@ class Slots:
   def add(self, texts: Sequence[Text]) -> None:
     """Add at least one text, and at most `num_free`."""
     alone = len(texts) == 1 and self._rows is not None
-    block = self._block(texts, 1 if alone else self.num_slots)
+    block = self._block(texts, 1 if alone else self.batch_size)
     longest = size_of_sources(max(len(text.prompt) for text in texts))
     width = min(longest, self.prompt_width) if self.has_encoder else None
     rows = _prefill(

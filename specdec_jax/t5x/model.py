@@ -60,9 +60,9 @@ class Decoding:
     max_decode_steps: limit of new tokens; None for the length of the targets.
     rescale_log_probs: whether scores are log-probabilities after temperature, top-k and top-p.
     logit_callback_fn: function of (logits, state) that returns logits; see `SamplingCallback`.
-    num_slots: number of outputs of a batch that are decoded at the same time by continuous batching
-      (`batching.decode_all`); None to decode the whole batch at once. It saves time if a batch has
-      several times as many outputs. Not for a beam search or `prompt_with_targets`.
+    batch_size: number of outputs that are decoded at the same time by continuous batching
+      (`batching.decode_all`); None to decode a batch of examples at once. It saves time if a batch
+      has several times as many outputs. Not for a beam search or `prompt_with_targets`.
     beam_search: whether to search as t5x's `beam_search` does, with `num_decodes` beams. Of the
       settings above, only gamma and max_decode_steps apply.
     draft_beams: number of beams of the draft; defaults to that of the target.
@@ -79,14 +79,14 @@ class Decoding:
   max_decode_steps: int | None = None
   rescale_log_probs: bool = True
   logit_callback_fn: Callable[..., Array] | None = None
-  num_slots: int | None = None
+  batch_size: int | None = None
   beam_search: bool = False
   draft_beams: int | None = None
   alpha: float = 0.6
 
   def __post_init__(self):
-    if self.num_slots is not None:
-      require_count("num_slots", self.num_slots)
+    if self.batch_size is not None:
+      require_count("batch_size", self.batch_size)
     if self.beam_search:
       require_count("gamma", self.gamma)
     elif self.topk and self.topp:
@@ -304,10 +304,10 @@ class SpeculativeModel(models.EncoderDecoderModel):
       DraftOptions(processors, coupled, independent),
     )
     decoder = Decoder(self._target_model, draft, verifier, eos_id, processors)
-    count, num_slots = num_rows // len(source), settings.num_slots
-    if num_slots is not None and prompt is None:
+    count, batch_size = num_rows // len(source), settings.batch_size
+    if batch_size is not None and prompt is None:
       sources = jnp.repeat(source, count, axis=0)
-      decoded = decode_all(decoder, params, sources, keys, num_slots=num_slots, **options)
+      decoded = decode_all(decoder, params, sources, keys, batch_size=batch_size, **options)
     else:
       decoded = decoder.run(params, source, keys, num_samples=count, **options)
     # An output is its prompt and the generated tokens.

@@ -21,7 +21,7 @@ from specdec_jax.core.verify.tokens import normalised, residual, validated_q
 from specdec_jax.errors import require_number
 
 
-class AcceptableTokens(Verifier):
+class AcceptableSetVerifier(Verifier):
   """Base class of verifiers that accept the draft tokens in a set that depends on the target only.
 
   By default, the next token is sampled from p restricted to this set. At temperature 0, the set is
@@ -70,7 +70,7 @@ class AcceptableTokens(Verifier):
 
 
 @dataclasses.dataclass(frozen=True)
-class TypicalVerifier(AcceptableTokens):
+class TypicalVerifier(AcceptableSetVerifier):
   """Verifier with typical acceptance (Medusa; Cai et al., 2024).
 
   It accepts token x if p(x) > min(epsilon, delta exp(-H(p))), where H is the entropy, or if x is
