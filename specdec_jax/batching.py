@@ -182,9 +182,9 @@ def _exchange(slots: Rows, slot: Array, block: Rows, row: Array) -> tuple[Rows, 
   return Rows(new_slots, texts[0]), Rows(used, texts[1])
 
 
-_prefill = jax.jit(prefill, static_argnames=("max_new_tokens", "width"))
+jitted_prefill = jax.jit(prefill, static_argnames=("max_new_tokens", "width"))
 _run = jax.jit(run, donate_argnames=("slots", "block"))
-_result = jax.jit(Decoder.result)
+jitted_result = jax.jit(Decoder.result)
 
 
 def decode_texts(
@@ -223,7 +223,7 @@ def decode_texts(
     block = Block(prompt, texts.rng[rows], text, texts.limit[rows])
     longest = size_of_sources(int(lengths[chosen].max()))
     width = min(longest, block.prompt.shape[1]) if has_encoder else None
-    waiting = _prefill(decoder, params, block, max_new_tokens=max_new_tokens, width=width)
+    waiting = jitted_prefill(decoder, params, block, max_new_tokens=max_new_tokens, width=width)
     if slots is None:
       slots = waiting
       continue
@@ -241,7 +241,7 @@ def decode_texts(
 
 
 def _finished(decoder: Decoder, rows: Rows) -> Iterator[tuple[int, DecodeResult, int]]:
-  result, text = jax.device_get((_result(decoder, rows.state), rows.text))
+  result, text = jax.device_get((jitted_result(decoder, rows.state), rows.text))
   require_finite(result._replace(not_finite=np.where(text == NO_TEXT, -1, result.not_finite)))
   for row in np.flatnonzero(text != NO_TEXT).tolist():
     yield int(text[row]), result, row

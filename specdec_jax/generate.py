@@ -25,14 +25,14 @@ from specdec_jax.beams import BeamSearcher
 from specdec_jax.core.counts import require_finite
 from specdec_jax.core.decode import Decoder, DecodeSettings, num_positions
 from specdec_jax.core.generation_config import DEFAULT_NEW_TOKENS, SETTINGS, GenerationConfig
-from specdec_jax.core.processors import ForcedPrefix, LogitsProcessor, Processors
+from specdec_jax.core.processors import ForcedPrefix, Processors
+from specdec_jax.core.rounds import Round, read_rounds, round_text
 from specdec_jax.core.settings import HashableArray
-from specdec_jax.core.trees import AnyTree, DynamicTree, Tree
+from specdec_jax.core.trees import AnyTree, DynamicTree, Tree, given_tree
 from specdec_jax.core.types import AnyArray, AnyPair, DecodeResult, Rounds
 from specdec_jax.data.vocabulary import padded
 from specdec_jax.errors import InputError, require_seed, require_text
-from specdec_jax.measure.calibrate import given_tree, resolve_tree
-from specdec_jax.measure.rounds import Round, read_rounds, round_text
+from specdec_jax.measure.calibrate import auto_tree
 
 _LOG = logging.getLogger("specdec_jax")
 
@@ -156,7 +156,7 @@ def outputs(
     texts: sources, or prompts of a decoder-only model; None for an `EMPTY` output. A text longer
       than `pair.max_source_tokens` is truncated.
     gamma: number of draft tokens per round; 5 by default, 0 for autoregressive decoding. 'auto'
-      chooses the fastest (`measure.calibrate.resolve_tree`), caches the choice and logs the
+      chooses the fastest (`measure.calibrate.auto_tree`), caches the choice and logs the
       reason to the logger 'specdec_jax'. For a beam search, number of steps that the draft
       searches ahead; 2 by default, 'auto' is not supported.
     tree: parents of the draft tokens of a tree (`Tree.parents`), or the tree, which replaces the
@@ -197,14 +197,14 @@ def outputs(
     texts = _as_list("texts", texts)
     forced = _forced_tokens(pair, config, len(texts), decoder_input_ids, decoder_texts)
   count, size = config.num_return_sequences or 1, batch_size
-  decode: Callable[..., Iterator[list[Output]]]
+  call: BeamCall | GenerateCall
   if (config.num_beams or 1) > 1:
     if tree is not None or logprobs or fixed_width or lenience != 1:
       raise InputError(
         f"num_beams is {config.num_beams}, and a beam search has no tree, logprobs, fixed_width or "
         "lenience; leave them out, or give num_beams=1."
       )
-    decode = _search_fn(pair, config, gamma, batch_size, draft_beams, nodes)
+    call = BeamCall(pair, config, 2 if gamma is None else gamma, draft_beams, nodes)
   else:
     if (draft_beams, nodes) != (None, None):
       raise InputError("draft_beams and nodes are for a beam search; give num_beams above 1.")
@@ -220,12 +220,12 @@ def outputs(
     prefixed = [prefix + text for text in sample if text is not None]
     shape = chosen_tree(pair, prefixed, gamma, tree, config, size * count, seed, lenience)
     call = GenerateCall(pair, config, shape, lenience, logprobs, fixed_width)
-    decode = functools.partial(call.decode, size=size, seed=seed)
   for start, block in _blocks(texts, size):
     index = [i for i, text in enumerate(block) if text is not None]
     sources = _encoded(pair, [f"{prefix}{block[i]}" for i in index])
     prefixes = None if forced is None else [forced[start + i] for i in index]
-    found = decode(sources, [first + start + i for i in index], prefixes)
+    numbers = [first + start + i for i in index]
+    found = call.decode(sources, numbers, prefixes, size=size, seed=seed)
     for text in block:
       yield from [EMPTY] if text is None else next(found)
 
@@ -233,7 +233,7 @@ def outputs(
 def _blocks(texts: Iterable[str | None], size: int) -> Iterator[tuple[int, Sequence[str | None]]]:
   """Yield the texts of a list at once, and others in batches, each with its first index."""
   if isinstance(texts, Sequence):
-    yield 0, _require_texts(texts)
+    yield 0, _require_texts(_as_list("texts", texts))
     return
   rest = iter(texts)
   for start in itertools.count(0, size):
@@ -341,80 +341,80 @@ def _forced_tokens(
   return rows
 
 
-def _search_fn(
-  pair: AnyPair,
-  config: GenerationConfig,
-  gamma: int | str | None,
-  batch_size: int,
-  draft_beams: int | None,
-  nodes: int | None,
-) -> Callable[..., Iterator[list[Output]]]:
-  """Return a function of sources, their indices and forced tokens that searches for outputs."""
-  count, num_beams = config.num_return_sequences or 1, config.num_beams or 1
-  if count > num_beams:
-    raise InputError(f"num_return_sequences is {count}, more than num_beams, {num_beams}.")
-  if not config.sampling().is_argmax:
-    raise InputError(
-      f"num_beams is {num_beams}, and a beam search does not sample; give num_beams=1, or "
-      "do_sample=False."
-    )
-  if config.stop_strings:
-    raise InputError("A beam search does not support stop_strings; give num_beams=1.")
-  if isinstance(gamma, str):
-    raise InputError("gamma 'auto' is for generation without beams; give a number of steps.")
-  eos_ids = config.eos_ids(pair.vocabulary.eos_id)
-  scorer = config.beam_scorer or "hf"
-  penalty = config.length_penalty
-  if penalty is None:
-    penalty = 1.0 if scorer == "hf" else 0.6
-  of_config = pair.processors_of(config, eos_ids)
+@dataclasses.dataclass(frozen=True, eq=False)
+class BeamCall:
+  """Settings of one call of `generate` with beams.
 
-  def searcher(*of_batch: LogitsProcessor) -> BeamSearcher:
-    steps, processors = 2 if gamma is None else gamma, (*of_config, *of_batch)
+  Raises:
+    InputError: a setting is invalid, or not for a beam search.
+  """
+
+  pair: AnyPair
+  config: GenerationConfig
+  gamma: int | str
+  draft_beams: int | None = None
+  nodes: int | None = None
+
+  def __post_init__(self):
+    count, num_beams = self.config.num_return_sequences or 1, self.config.num_beams or 1
+    if count > num_beams:
+      raise InputError(f"num_return_sequences is {count}, more than num_beams, {num_beams}.")
+    if not self.config.sampling().is_argmax:
+      raise InputError(
+        f"num_beams is {num_beams}, and a beam search does not sample; give num_beams=1, or "
+        "do_sample=False."
+      )
+    if self.config.stop_strings:
+      raise InputError("A beam search does not support stop_strings; give num_beams=1.")
+    if isinstance(self.gamma, str):
+      raise InputError("gamma 'auto' is for generation without beams; give a number of steps.")
+    self.searcher()
+
+  @property
+  def eos_ids(self) -> tuple[int, ...]:
+    """Tokens that end a text."""
+    return self.config.eos_ids(self.pair.vocabulary.eos_id)
+
+  def searcher(self, more_processors: Processors = ()) -> BeamSearcher:
+    """Return the searcher, with `more_processors` after the logits processors of the settings."""
+    config, scorer = self.config, self.config.beam_scorer or "hf"
+    penalty = config.length_penalty
+    if penalty is None:
+      penalty = 1.0 if scorer == "hf" else 0.6
+    processors = (*self.pair.processors_of(config, self.eos_ids), *more_processors)
     return dataclasses.replace(
-      pair.beam_searcher(num_beams, steps, draft_beams, penalty, nodes, processors),
-      eos_id=eos_ids if len(eos_ids) > 1 else eos_ids[0],
+      self.pair.beam_searcher(
+        config.num_beams, self.gamma, self.draft_beams, penalty, self.nodes, processors
+      ),
+      eos_id=self.eos_ids if len(self.eos_ids) > 1 else self.eos_ids[0],
       scorer=scorer,
       early_stopping=config.early_stopping or False,
     )
 
-  searcher()  # raises for invalid arguments before texts are read
-
-  def search(
-    sources: Sequence[Sequence[int]], index: Sequence[int], forced: list[list[int]] | None
+  def decode(
+    self,
+    sources: Sequence[Sequence[int]],
+    index: Sequence[int],
+    forced: Sequence[Sequence[int]] | None,
+    *,
+    size: int,
+    seed: int,
   ) -> Iterator[list[Output]]:
-    for found in _search_batches(pair, searcher, config, batch_size, sources, forced):
-      yield found[:count]
+    """Yield the outputs of each source; see `GenerateCall.decode`."""
+    for start in range(0, len(sources), size):
+      batch = _Batch(self.pair, self.config, sources, forced, start, size)
+      searcher = self.searcher((batch.forced_prefix,) if forced else ())
+      result = jax.device_get(searcher.run(self.pair.params, batch.prompt, **batch.options))
+      best = require_finite(result.best())
+      for row in range(min(size, len(sources) - start)):
+        rounds = _of_row(best.rounds, row, best.rounds.num_emitted[:, row] > 0)
+        found = zip(result.tokens[row], result.lengths[row], result.scores[row].tolist())
+        outputs = [self._output(tokens[:n], score, rounds) for tokens, n, score in found if n]
+        yield outputs[: self.config.num_return_sequences or 1]
 
-  return search
-
-
-def _search_batches(
-  pair: AnyPair,
-  searcher: Callable[..., BeamSearcher],
-  config: GenerationConfig,
-  batch_size: int,
-  sources: Sequence[Sequence[int]],
-  forced: list[list[int]] | None,
-) -> Iterator[list[Output]]:
-  eos_ids = config.eos_ids(pair.vocabulary.eos_id)
-  for start in range(0, len(sources), batch_size):
-    batch = _Batch(pair, config, sources, forced, start, batch_size)
-    of_batch = [batch.forced_prefix] if forced else []
-    result = searcher(*of_batch).run(pair.params, batch.prompt, **batch.options)
-    result = jax.device_get(result)
-    best = require_finite(result.best())
-    for row in range(min(batch_size, len(sources) - start)):
-      rounds = _of_row(best.rounds, row, best.rounds.num_emitted[:, row] > 0)
-      outputs = zip(result.tokens[row], result.lengths[row], result.scores[row].tolist())
-      yield [_candidate(pair, t[:n], score, eos_ids, rounds) for t, n, score in outputs if n]
-
-
-def _candidate(
-  pair: AnyPair, tokens: np.ndarray, score: float, eos_ids: Sequence[int], rounds: Rounds
-) -> Output:
-  reason: FinishReason = "eos" if tokens[-1] in eos_ids else "length"
-  return Output(text_of(pair, tokens), tokens, reason, rounds, score=score)
+  def _output(self, tokens: np.ndarray, score: float, rounds: Rounds) -> Output:
+    reason: FinishReason = "eos" if tokens[-1] in self.eos_ids else "length"
+    return Output(text_of(self.pair, tokens), tokens, reason, rounds, score=score)
 
 
 def _of_row(rounds: Rounds, row: int, ran: AnyArray) -> Rounds:
@@ -628,7 +628,7 @@ def chosen_tree(
     return fixed
   longest = config.max_new_tokens or config.max_length or DEFAULT_NEW_TOKENS
   settings = DecodeSettings(config.sampling(), batch_size, longest, seed, lenience)
-  return resolve_tree(gamma, parents, pair, texts, settings, say)
+  return auto_tree(pair, texts, settings, tree == "auto", say)
 
 
 def sample_keys(seed: int, index: Sequence[int], count: int) -> Array:
@@ -701,8 +701,6 @@ def _as_list(name: str, texts: Iterable[Any] | None) -> Sequence[Any]:
 
 
 def _require_texts(texts: Sequence[str | None], first: int = 0) -> Sequence[Any]:
-  if isinstance(texts, str):
-    raise InputError("texts is one string; give a list of strings.")
   for place, text in enumerate(texts, first):
     if text is not None:
       require_text(f"texts[{place}]", text)

@@ -8,6 +8,7 @@ import os
 import pathlib
 import sys
 
+from specdec_jax.data.text import data_folder
 from specdec_jax.errors import InputError
 
 PACKAGE = pathlib.Path(__file__).resolve().parent
@@ -40,11 +41,6 @@ def file(name: str) -> str:
 def lines(name: str) -> list[str]:
   """Return the lines of the text file `name` in `gin/`; gin files call this function."""
   return pathlib.Path(file(name)).read_text(encoding="utf-8").splitlines()
-
-
-def data_folder() -> str:
-  """Return the folder of data sets: `$SPECDEC_DATA`, or `data` in the current folder."""
-  return os.environ.get("SPECDEC_DATA") or "data"
 
 
 def default(path: str, macro: str, instead: str | None = None) -> str:

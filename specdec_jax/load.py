@@ -289,8 +289,8 @@ def speculator(
     num_output_tokens=None if tokens is None else len(tokens),
   )
   params = checkpoint.load(head, other_arrays=target.params, output_tokens=tokens)
-  factory = head_draft(draft_name(checkpoint.name, head), head, params, target)
-  return dataclasses.replace(factory, path=checkpoint.recorded_path)
+  draft = head_draft(draft_name(checkpoint.name, head), head, params, target)
+  return dataclasses.replace(draft, path=checkpoint.recorded_path)
 
 
 def head_draft(name: str, head: DraftHead, params: Any, target: Loaded) -> DraftSpec:

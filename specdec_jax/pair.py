@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
@@ -13,7 +12,7 @@ from jax import Array
 from specdec_jax import generate
 from specdec_jax.beams import BeamDraft, BeamSearcher, NullBeamDraft, beam_draft
 from specdec_jax.core.decode import Decoder, NullDraft, num_positions
-from specdec_jax.core.generation_config import PROCESSORS, SETTINGS, GenerationConfig, with_effect
+from specdec_jax.core.generation_config import GenerationConfig
 from specdec_jax.core.memory import require_memory
 from specdec_jax.core.processors import Processors
 from specdec_jax.core.sampling import Sampling
@@ -204,31 +203,6 @@ class Pair:
     """Return `decoder(...).run` with the parameters of this pair bound."""
     decoder = self.decoder(sampling, tree, lenience, eos_id, processors, fixed_width=fixed_width)
     return functools.partial(decoder.run, self.params)
-
-  def processors(self, generation: GenerationConfig) -> Processors:
-    """Return the logits processors of `generation`, for a check.
-
-    Other settings in it raise InputError. A check does not apply the generation settings of the
-    checkpoint; a warning names those that change outputs, other than `forced_eos_token_id`, which
-    affects only the last token of an output that reaches its limit.
-    """
-    others = [
-      name for name in SETTINGS if name not in PROCESSORS and getattr(generation, name) is not None
-    ]
-    if others:
-      raise InputError(
-        f"generation has {', '.join(others)}, which a check does not take; give settings of logits "
-        "processors or filters of sampling."
-      )
-    effective = with_effect({**self.target.generation, "forced_eos_token_id": None})
-    if effective:
-      stated = ", ".join(f"{k} {v!r:.60}" for k, v in effective.items())
-      warnings.warn(
-        f"{self.target.path or self.target.name} sets {stated}, which Pair.generate applies and "
-        "a check does not; the outputs that are checked may differ.",
-        stacklevel=2,
-      )
-    return self.processors_of(generation, (self.vocabulary.eos_id,))
 
   def processors_of(self, generation: GenerationConfig, eos_ids: tuple[int, ...]) -> Processors:
     """Return the logits processors of generation settings for this target."""

@@ -23,7 +23,7 @@ from specdec_jax.core.processors import Processors
 from specdec_jax.core.sampling import Sampling, row_keys
 from specdec_jax.core.trees import AnyTree
 from specdec_jax.exactness.argmax import (
-  NO_TOKEN,
+  PAST_END,
   SHARES,
   Divergence,
   Rounding,
@@ -96,7 +96,7 @@ def compare_slots(
     *(*target, expected, tokens, tree.num_nodes, rounding, processors, limits)
   )
 
-  filled, is_text = jnp.maximum(tokens, 0), tokens != NO_TOKEN
+  filled, is_text = jnp.maximum(tokens, 0), tokens != PAST_END
   in_blocks = (logits_in_blocks(*target, filled, block) for block in (1, tree.num_nodes))
 
   def log_probs(logits: Array) -> np.ndarray:

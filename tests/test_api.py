@@ -214,7 +214,7 @@ def test_repr_of_a_pair_is_one_line():
 
 @pytest.mark.slow
 def test_notebook_runs_from_top_to_bottom(capsys, monkeypatch):
-  """A pair with random weights compiles faster; `test_embedded.py` tests the bundled pair."""
+  """A pair with random weights compiles faster; `test_bundled.py` tests the bundled pair."""
   monkeypatch.setattr(specdec_jax, "load_pair", own_pair)
   cells = json.loads((ROOT / "docs" / "tour.ipynb").read_text())["cells"]
   namespace = {}

@@ -13,16 +13,16 @@ from specdec_jax.commands.translate import translate
 from specdec_jax.core.decode import DecodeSettings
 from specdec_jax.core.generation_config import GenerationConfig
 from specdec_jax.core.sampling import Sampling, row_keys
-from specdec_jax.core.trees import Tree, branching, chain
+from specdec_jax.core.trees import Tree, branching, chain, given_tree
 from specdec_jax.errors import InputError
 from specdec_jax.measure import calibrate
 from specdec_jax.measure.calibrate import (
+  auto_tree,
   cache_key,
   choose,
   choose_tree,
   get_or_compute,
   resolve_gammas,
-  resolve_tree,
 )
 from specdec_jax.measure.costs import Costs
 from specdec_jax.theory import best_tree, expected_rounds, text_improvement, tree_rates, tree_tokens
@@ -259,18 +259,18 @@ def auto(monkeypatch, alpha, **dear):
 
 def test_auto_is_resolved_and_numbers_are_kept(monkeypatch, capsys):
   found = auto(monkeypatch, 0.8)
-  rest = None, TEXTS, SETTINGS
-  assert resolve_tree("auto", None, *rest) == chain(found.gamma) and found.gamma > 0
+  assert auto_tree(None, TEXTS, SETTINGS, False) == chain(found.gamma) and found.gamma > 0
   assert capsys.readouterr().out == f"{found}.\n"
-  assert resolve_tree(7, None, *rest) == chain(7)
-  assert resolve_tree(7, [0, 0], *rest) == branching(2)
-  assert resolve_tree(0, None, *rest) == chain(0)
-  for both in (("auto", None), (7, "auto"), ("auto", "auto")):
-    assert resolve_tree(*both, None, [None, None], SETTINGS) == chain(0)
+  assert auto_tree(None, [None, None], SETTINGS, True) == chain(0)
   assert capsys.readouterr().out == ""
-  for bad in (-1, 2.5, "fast"):
+  assert given_tree(7, None) == chain(7)
+  assert given_tree(7, [0, 0]) == branching(2)
+  assert given_tree(0, None) == chain(0)
+  for both in (("auto", None), (7, "auto"), ("auto", "auto")):
+    assert given_tree(*both) is None
+  for bad in (-1, "fast"):
     with pytest.raises(InputError, match=f"gamma is {bad!r}"):
-      resolve_tree(bad, None, *rest)
+      given_tree(bad, None)
 
 
 @pytest.mark.parametrize(
@@ -286,7 +286,7 @@ def test_auto_is_resolved_and_numbers_are_kept(monkeypatch, capsys):
 )
 def test_invalid_trees_raise(gamma, tree, sentence):
   with pytest.raises(InputError, match=sentence):
-    resolve_tree(gamma, tree, None, TEXTS, SETTINGS)
+    given_tree(gamma, tree)
 
 
 def test_auto_among_several_gammas(monkeypatch, capsys):

@@ -30,6 +30,7 @@ from specdec_jax.core.sampling import Sampling
 from specdec_jax.data.vocabularies import open_vocabulary
 from specdec_jax.data.vocabulary import Vocabulary
 from specdec_jax.errors import InputError
+from specdec_jax.exactness.checker import processors_of
 from specdec_jax.generate import generation_config
 from specdec_jax.load import load_pair
 from specdec_jax.models.gpt import GPTModel
@@ -417,7 +418,7 @@ def test_commands_name_the_generation_settings_that_they_do_not_apply(t5_and_wor
       warnings.simplefilter("always")
       pair = load_pair(str(folder), str(folder), words.path)
       assert not caught
-      pair.processors(GenerationConfig())
+      processors_of(pair, GenerationConfig())
     said = [str(warning.message) for warning in caught]
     assert len(said) == (named is not None)
     if named:

@@ -11,6 +11,7 @@ import gin
 import pytest
 
 from specdec_jax import run
+from specdec_jax.commands.check import SAMPLINGS
 from specdec_jax.core.sampling import Sampling
 from specdec_jax.core.verify.tokens import TokenVerifier
 from specdec_jax.errors import InputError
@@ -139,8 +140,7 @@ def test_bundled_captions_have_a_translation_each():
 
 def test_exactness_checker_samples_at_a_temperature_other_than_1():
   """At temperature 1, a q that ignores the temperature would pass."""
-  samplings = value_of("SAMPLINGS", "runs/check")
-  assert not {sampling.temperature for sampling in samplings} <= {0, 1}
+  assert not {sampling.temperature for sampling in SAMPLINGS} <= {0, 1}
 
 
 @pytest.mark.parametrize(

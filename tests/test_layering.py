@@ -9,6 +9,8 @@ import sys
 
 import pytest
 
+from specdec_jax import registry
+
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 
 
@@ -32,11 +34,11 @@ RULES = [
   ),
   (
     "data|checkpoints",
-    r"specdec_jax\.(?!core|errors|models|data|checkpoints|registry|gin_files).*",
+    r"specdec_jax\.(?!core|errors|models|data|checkpoints|registry).*",
     "checkpoints.save -> specdec_jax.drafts.heads.DraftHead",
   ),
   (
-    "registry|gin_files|flag_values",
+    "registry|flag_values",
     r"specdec_jax\.(?!core|errors).*",
     "registry -> specdec_jax.drafts.uniform",
   ),
@@ -108,6 +110,18 @@ def test_imports_have_no_cycle(depth):
   graph["specdec_jax.errors"] = {"specdec_jax.generate"}
   with pytest.raises(graphlib.CycleError):
     list(graphlib.TopologicalSorter(graph).static_order())
+
+
+def test_functions_are_named_by_text_in_the_registry_only():
+  """The registry names verifiers of the core, drafts, and the shelf, and no modules around them."""
+  entries = [*registry.DRAFTS.values(), *registry.VERIFIERS.values()]
+  paths = [*(entry.path for entry in entries), *registry.HEADS.values()]
+  modules = {path.partition(":")[0] for path in paths}
+  allowed = r"specdec_jax\.(core\.verify|drafts|contrib|load)\b"
+  assert modules <= FILES.keys() and all(re.match(allowed, name) for name in modules)
+  as_text = re.compile(r"[\"']specdec_jax\.[\w.]+:\w+[\"']")
+  naming = {name for name, path in FILES.items() if as_text.search(path.read_text("utf-8"))}
+  assert naming == {"specdec_jax.registry"}
 
 
 def test_parts_and_imports_between_them_are_few():

@@ -13,10 +13,10 @@ from experiments.drafts.drafts import drafts_report
 from experiments.trees.trees import lengths_report
 from specdec_jax.commands import speedup
 from specdec_jax.commands.quickstart import quickstart
+from specdec_jax.core.rounds import Branch, Example, Round
 from specdec_jax.generate import GenerateCall
 from specdec_jax.measure import records, speed
 from specdec_jax.measure.report import report
-from specdec_jax.measure.rounds import Branch, Example, Round
 from specdec_jax.measure.tables import SPEED, legend
 
 pytestmark = pytest.mark.slow

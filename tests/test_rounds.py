@@ -4,9 +4,8 @@ import numpy as np
 import pytest
 
 from specdec_jax.commands.quickstart import show_examples
-from specdec_jax.core.types import DecodeResult, Rounds
-from specdec_jax.measure import rounds
-from specdec_jax.measure.rounds import (
+from specdec_jax.core import rounds
+from specdec_jax.core.rounds import (
   ACCEPTED,
   CORRECTED,
   REJECTED,
@@ -17,6 +16,7 @@ from specdec_jax.measure.rounds import (
   read_rounds,
   round_text,
 )
+from specdec_jax.core.types import DecodeResult, Rounds
 
 WORDS = "<pad> </s> ein der Mann Hund läuft steht rot grün schnell".split()
 PAD, EOS, EIN, DER, MANN, HUND, LÄUFT, STEHT, ROT, GRÜN, SCHNELL = range(len(WORDS))

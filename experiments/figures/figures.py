@@ -25,12 +25,12 @@ from experiments.paper.paper import PaperRow, load_table
 from specdec_jax import theory
 from specdec_jax.core.atomic_files import atomic_write
 from specdec_jax.core.decode import DecodeSettings
+from specdec_jax.core.rounds import Round
 from specdec_jax.core.sampling import Sampling
 from specdec_jax.core.trees import chain
 from specdec_jax.errors import InputError
 from specdec_jax.generate import GenerateCall
 from specdec_jax.measure.records import Record, read
-from specdec_jax.measure.rounds import Round
 from specdec_jax.pair import Pair
 from specdec_jax.run import parse_gin
 

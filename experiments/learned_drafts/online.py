@@ -41,7 +41,7 @@ from specdec_jax.measure.records import Record, settings_to_measure
 from specdec_jax.measure.tables import LENGTH, MISSING, Table, terminal_text
 from specdec_jax.models.families import module_of
 from specdec_jax.pair import Pair
-from specdec_jax.train.batches import NO_TOKEN, Batch
+from specdec_jax.train.batches import PADDING, Batch
 from specdec_jax.train.objectives import teacher_forced
 
 Decode = Callable[[Int[Array, "1 P"], Key[Array, " 1"]], DecodeResult]
@@ -185,9 +185,9 @@ def _distillation_batch(
   prompt: Array, result: DecodeResult, is_learned: np.ndarray | bool, pad_id: int
 ) -> Batch:
   """Return a text, with weight 1 where the draft learns and 0 elsewhere."""
-  source = np.where(prompt == pad_id, NO_TOKEN, prompt)
+  source = np.where(prompt == pad_id, PADDING, prompt)
   is_token = np.arange(result.tokens.shape[1]) < result.lengths[:, None]
-  targets = np.where(is_token, result.tokens, NO_TOKEN)[..., None]
+  targets = np.where(is_token, result.tokens, PADDING)[..., None]
   return Batch(source, targets[..., 0], targets, (is_token & is_learned)[..., None])
 
 

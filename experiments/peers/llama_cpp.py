@@ -16,7 +16,7 @@ import numpy as np
 from experiments.peers.comparison import Backend, Comparison, Generate
 from specdec_jax.checkpoints import files, huggingface
 from specdec_jax.data.pieces import EOS_ID
-from specdec_jax.models.t5 import PAD_ID
+from specdec_jax.data.vocabulary import PAD_ID
 
 ComputeType = Literal["float32", "bfloat16", "q8_0"]
 _LOG_LEVEL_ERROR = 4  # GGML_LOG_LEVEL_ERROR of ggml.h, which llama-cpp-python does not export

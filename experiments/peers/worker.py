@@ -22,9 +22,8 @@ import numpy as np
 
 from experiments.peers.comparison import Backend, Comparison, Generate
 from specdec_jax.core.types import DecodeResult, Rounds
-from specdec_jax.data.vocabulary import padded
+from specdec_jax.data.vocabulary import PAD_ID, padded
 from specdec_jax.measure.costs import timed
-from specdec_jax.models.t5 import PAD_ID
 
 _GENERATE: dict[str, Generate] = {}  # backends that are loaded in this subprocess, by name
 

@@ -111,8 +111,8 @@ def acceptance(
     leniences: values of the lenience l (Appendix A.5); each is measured, and 1 is exact.
   """
   pair.require_batch_size(batch_size)
-  factories = [draft(pair.target) for draft in map(registry.draft, drafts)]
-  pairs = [pair, *(pair.with_draft(factory) for factory in factories)]
+  specs = [draft(pair.target) for draft in map(registry.draft, drafts)]
+  pairs = [pair, *(pair.with_draft(spec) for spec in specs)]
   settings_of = functools.partial(DecodeSettings, batch_size=batch_size, seed=seed)
 
   @functools.cache

@@ -289,8 +289,8 @@ class _PairOnSite:
     self.draft_params = site.params(draft, settings.draft_rules)
     if isinstance(draft, DraftHead):
       loaded = Loaded("target", model_of(target), self.target_params, vocabulary=None)
-      factory = head_draft(draft.kind, draft, self.draft_params, loaded)
-      unsharded, self.draft_params = factory.build(settings.sampling, self.tree), factory.params
+      spec = head_draft(draft.kind, draft, self.draft_params, loaded)
+      unsharded, self.draft_params = spec.build(settings.sampling, self.tree), spec.params
     else:
       unsharded = model_draft(model_of(draft), settings.sampling, self.tree)
     self.draft = _NamedDraft(unsharded, site.mesh, settings.draft_rules)

@@ -22,6 +22,7 @@ from specdec_jax.commands.quickstart import show_examples
 from specdec_jax.commands.speedup import decode_examples
 from specdec_jax.core.counts import identical, num_tokens, require_finite
 from specdec_jax.core.decode import DecodeSettings
+from specdec_jax.core.rounds import Example
 from specdec_jax.core.sampling import Sampling
 from specdec_jax.core.trees import AnyTree, DynamicTree, Tree, chain
 from specdec_jax.core.types import DecodeResult, Verifier
@@ -30,7 +31,6 @@ from specdec_jax.measure.alpha import positional_acceptance, ratio_with_interval
 from specdec_jax.measure.costs import Costs, measure_costs
 from specdec_jax.measure.records import Record, settings_to_measure
 from specdec_jax.measure.report import Bar, Chart, Section, page
-from specdec_jax.measure.rounds import Example
 from specdec_jax.measure.sweep import Report, Step, sweep
 from specdec_jax.measure.tables import IDENTICAL, C, Column, Table, V, records_table, with_interval
 from specdec_jax.pair import Pair

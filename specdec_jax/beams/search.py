@@ -414,12 +414,12 @@ class BeamSearcher(Settings):
     return search_ended(beams, self._rules, state.start, state.limit)
 
   def _require_valid(self, prompt: Int[Array, "B P"], max_new_tokens: int) -> None:
-    require_count("beams", self.num_beams)
+    require_count("num_beams", self.num_beams)
     require_count("max_new_tokens", max_new_tokens)
     if self.target.vocab_size < self._num_top:
       raise InputError(
-        f"beams is {self.num_beams}, and each step considers {self._num_top} continuations, more "
-        f"than the vocabulary's {self.target.vocab_size}; lower it."
+        f"num_beams is {self.num_beams}, and each step considers {self._num_top} continuations, "
+        f"more than the vocabulary's {self.target.vocab_size}; lower it."
       )
     # Scores are float32: the longest text's must neither be rounded to 0 nor overflow.
     longest = self.target.prompt_tokens(prompt)[0].shape[1] + max_new_tokens

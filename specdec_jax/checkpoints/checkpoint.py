@@ -113,7 +113,7 @@ class Checkpoint:
     Arrays are read one at a time. Before, InputError is raised if they do not fit config or memory.
 
     Args:
-      config: config of the model to load; see `load.load_params`, also for `shardings`.
+      config: config of the model to load; see `checkpoints.load.load_params`, also for `shardings`.
       other_arrays: arrays that must fit in memory too, such as the target's for a draft.
       output_tokens: the tokens that have logits if `config.num_output_tokens` is set.
     """

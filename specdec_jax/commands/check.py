@@ -30,6 +30,15 @@ from specdec_jax.exactness.texts import TextScores
 from specdec_jax.measure.progress import Progress
 from specdec_jax.pair import Pair
 
+SAMPLINGS = (
+  Sampling(0.0),
+  Sampling(1.0),
+  Sampling(0.7),
+  Sampling(top_k=40),
+  Sampling(top_p=0.9),
+  Sampling(0.7, top_k=40),
+  Sampling(0.7, top_p=0.9),
+)
 TREE = Tree((0, 0, 0, 1, 1, 2, 4))
 DYNAMIC_TREE = DynamicTree(num_draft_tokens=7, depth=3)
 # Shapes on which a verifier is tested alone.
@@ -43,7 +52,7 @@ ALONE: tuple[AnyTree, ...] = (
 def check_exactness(
   pair: Pair,
   texts: Sequence[str],
-  samplings: Sequence[Sampling],
+  samplings: Sequence[Sampling] = SAMPLINGS,
   gammas: Sequence[int] = (3, 7),
   batch_sizes: Sequence[int] = (8, 1),
   max_new_tokens: int = 64,

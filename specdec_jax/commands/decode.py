@@ -12,6 +12,7 @@ from typing import Any, Literal
 
 from specdec_jax.core.generation_config import GenerationConfig
 from specdec_jax.core.identity import require_same
+from specdec_jax.core.trees import given_tree
 from specdec_jax.errors import InputError, require_count, require_seed
 from specdec_jax.files.job import (
   Job,
@@ -24,7 +25,6 @@ from specdec_jax.files.job import (
 )
 from specdec_jax.files.records import count_records
 from specdec_jax.generate import generation_config
-from specdec_jax.measure.calibrate import given_tree
 from specdec_jax.pair import Pair
 
 CALIBRATION_TEXTS = 512  # number of texts from which a calibration for 'auto' chooses

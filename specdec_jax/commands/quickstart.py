@@ -9,12 +9,12 @@ from rich.text import Text
 
 from specdec_jax.commands.speedup import decode_examples, speedup
 from specdec_jax.core.decode import DecodeSettings
+from specdec_jax.core.rounds import LEGEND, TREE_LEGEND, Example, round_text
 from specdec_jax.core.sampling import Sampling, row_keys
 from specdec_jax.core.trees import Tree, chain
 from specdec_jax.errors import InputError, require_count
 from specdec_jax.measure.costs import interleaved_medians
 from specdec_jax.measure.records import results_path
-from specdec_jax.measure.rounds import LEGEND, TREE_LEGEND, Example, round_text
 from specdec_jax.measure.speed import own_baseline
 from specdec_jax.pair import Pair
 

@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Literal
 
 from specdec_jax.core.decode import DecodeSettings
+from specdec_jax.core.rounds import Example
 from specdec_jax.core.sampling import Sampling
 from specdec_jax.core.trees import AnyTree, chain
 from specdec_jax.data.text import read_lines
@@ -11,7 +12,6 @@ from specdec_jax.generate import GenerateCall
 from specdec_jax.measure.calibrate import resolve_gammas
 from specdec_jax.measure.records import Record, read, results_path
 from specdec_jax.measure.report import report
-from specdec_jax.measure.rounds import Example
 from specdec_jax.measure.speed import Baseline, own_baseline, speed_steps
 from specdec_jax.measure.sweep import sweep
 from specdec_jax.measure.tables import BUDGET, ROOFLINE, Table, records_table, speed_table

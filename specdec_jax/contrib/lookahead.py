@@ -30,9 +30,9 @@ from specdec_jax.core.types import (
   Outcome,
   Proposal,
 )
+from specdec_jax.data.vocabulary import PAD_ID
 from specdec_jax.drafts.several import joined_at_root
 from specdec_jax.errors import require_count
-from specdec_jax.models.t5 import PAD_ID
 
 
 def lookahead(target: Loaded, window: int = 5, num_ngrams: int = 5) -> DraftSpec:

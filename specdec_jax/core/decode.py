@@ -446,7 +446,7 @@ def _recorded(
     fields.append(verification.path)
   if proposal.tree is not None:
     fields.append(proposal.tree.parents)
-  # With an adaptive gamma a round may propose fewer tokens than the array has room for.
+  # A round may propose fewer tokens than the array has room for (experiments/gamma/adaptive.py).
   missing = state.rounds.shape[-1] - sum(field.shape[1] for field in fields)
   fields[0] = jnp.pad(proposal.tokens, ((0, 0), (0, missing)), constant_values=-1)
   record = jnp.concatenate(fields, axis=1)

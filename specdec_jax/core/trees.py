@@ -286,6 +286,27 @@ def branching(*widths: int) -> Tree:
   return Tree(tuple(parents))
 
 
+def given_tree(gamma: int | str, tree: Sequence[int] | str | None) -> Tree | None:
+  """Return the tree that `gamma` and `tree` specify, or None if one of them is 'auto'.
+
+  Raises:
+    InputError: gamma or tree is invalid, or gamma is 'auto' and a tree is given.
+  """
+  if tree is not None and not isinstance(tree, str):
+    if gamma == "auto":
+      raise InputError(
+        f"gamma is 'auto' and tree is {tree!r:.100}: a tree leaves no gamma to choose; give one."
+      )
+    require_count("the number of a tree's draft tokens", len(tree))
+    static_tree = Tree(tree)
+    require_tree_memory(static_tree.num_nodes)
+    return static_tree
+  if "auto" not in (gamma, tree):
+    require_count("gamma", gamma, least=0)
+    return chain(int(gamma))
+  return None
+
+
 def require_tree_memory(num_nodes: int) -> None:
   """Raise InputError unless memory could hold [K, K] float32 values of a tree of K nodes."""
   require_host_memory(f"a tree of {num_nodes} nodes", num_nodes**2 * np.float32().itemsize)

@@ -19,8 +19,7 @@ import seqio
 import tensorflow as tf
 
 from specdec_jax.data.quality import quality
-from specdec_jax.data.text import read_lines
-from specdec_jax.gin_files import data_folder
+from specdec_jax.data.text import data_folder, read_lines
 
 tf.config.set_visible_devices([], "GPU")  # TensorFlow would reserve memory that JAX needs
 

@@ -11,6 +11,11 @@ from typing import IO, Any
 from specdec_jax.errors import InputError, require_count
 
 
+def data_folder() -> str:
+  """Return the folder of data sets: `$SPECDEC_DATA`, or `data` in the current folder."""
+  return os.environ.get("SPECDEC_DATA") or "data"
+
+
 def read_lines(
   path: str, limit: int | None = None, prefix: str = "", num_words: int | None = None
 ) -> list[str]:

@@ -17,9 +17,8 @@ from specdec_jax.core.sampling import Sampling, sample_logits
 from specdec_jax.core.trees import AnyTree, require_chain
 from specdec_jax.core.types import Draft, DraftOptions, DraftSpec, Keys, Loaded, Proposal
 from specdec_jax.data.text import read_lines
-from specdec_jax.data.vocabulary import Vocabulary
+from specdec_jax.data.vocabulary import PAD_ID, Vocabulary
 from specdec_jax.errors import InputError, require_count
-from specdec_jax.models.t5 import PAD_ID
 
 
 def unigram(target: Loaded, target_text: str) -> DraftSpec:

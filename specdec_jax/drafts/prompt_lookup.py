@@ -13,8 +13,8 @@ from specdec_jax.core.context import Context
 from specdec_jax.core.sampling import Sampling
 from specdec_jax.core.trees import AnyTree, Tree, require_static
 from specdec_jax.core.types import NO_TOKEN, Draft, DraftOptions, DraftSpec, Keys, Loaded, Proposal
+from specdec_jax.data.vocabulary import PAD_ID
 from specdec_jax.errors import require_count
-from specdec_jax.models.t5 import PAD_ID
 
 
 def prompt_lookup(

@@ -28,9 +28,8 @@ from specdec_jax.core.sampling import Sampling
 from specdec_jax.core.trees import AnyTree, DynamicTree, Tree
 from specdec_jax.core.types import NO_TOKEN, Draft, DraftOptions, DraftSpec, Keys, Loaded, Proposal
 from specdec_jax.data.text import read_lines
-from specdec_jax.data.vocabulary import Vocabulary
+from specdec_jax.data.vocabulary import PAD_ID, Vocabulary
 from specdec_jax.errors import InputError, require_count
-from specdec_jax.models.t5 import PAD_ID
 
 REACH = 32  # number of tokens by which places are sorted
 

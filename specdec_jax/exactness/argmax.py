@@ -22,7 +22,7 @@ from specdec_jax.exactness.processed import processed
 from specdec_jax.pair import Pair
 
 Decode = Callable[..., DecodeResult]  # function of (prompt [B, P], keys [B], *, max_new_tokens)
-NO_TOKEN = -1  # marks the positions past the end of a text
+PAST_END = -1  # marks the positions past the end of a text
 SHARES = {"float32": 1e-3, "bfloat16": 0.03}  # fractions of the range of a token's logits
 
 
@@ -44,8 +44,8 @@ class Divergence(NamedTuple):
   Attributes:
     row: index of the row in the batch.
     position: index of the token in the output.
-    autoregressive: token of autoregressive decoding; NO_TOKEN past the end of its text.
-    speculative: token of speculative decoding; NO_TOKEN past the end of its text.
+    autoregressive: token of autoregressive decoding; PAST_END past the end of its text.
+    speculative: token of speculative decoding; PAST_END past the end of its text.
     gap: the target's logit of `autoregressive` minus its logit of `speculative`, from forward
       passes over single tokens; infinite if one of the texts has ended.
     rounding: logit difference that is attributed to rounding: the largest difference between
@@ -101,15 +101,16 @@ def compare_argmax(
 
 
 def tokens_of(result: DecodeResult) -> np.ndarray:
-  """Return the tokens [B, T] of a result, with NO_TOKEN past the end of each text."""
+  """Return the tokens [B, T] of a result, with PAST_END past the end of each text."""
   tokens, lengths = np.asarray(result.tokens), np.asarray(result.lengths)
-  return np.where(np.arange(tokens.shape[1]) < lengths[:, None], tokens, NO_TOKEN)
+  return np.where(np.arange(tokens.shape[1]) < lengths[:, None], tokens, PAST_END)
 
 
 def share_of(pair: Pair) -> float:
   """Return a bound on rounding differences of the target's logits, as a fraction of their range.
 
-  It is 0 for a T5 with `kernels.skinny`, which compute the same bits for a token in any block.
+  It is 0 for an encoder-decoder with `kernels.skinny`, which compute the same bits for a token in
+  any block.
   """
   has_encoder = getattr(getattr(pair.target.model, "config", None), "has_encoder", False)
   if pair.kernels.startswith("skinny") and has_encoder:
@@ -231,7 +232,7 @@ def first_divergences(
     i = int((autoregressive[row] != speculative[row]).argmax())
     token, other_token = int(autoregressive[row, i]), int(speculative[row, i])
     gap = float(by_one[row, i, token] - by_one[row, i, other_token])
-    gap = math.inf if NO_TOKEN in (token, other_token) else gap
+    gap = math.inf if PAST_END in (token, other_token) else gap
     single, several = by_one[row, : i + 1], by_block[row, : i + 1]
     differences = np.subtract(single, several, out=np.zeros_like(single), where=single != several)
     finite = single[-1][np.isfinite(single[-1])]  # processors exclude tokens by -inf

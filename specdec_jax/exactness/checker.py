@@ -2,6 +2,7 @@
 
 import functools
 import math
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
@@ -10,13 +11,15 @@ import numpy as np
 
 from specdec_jax.core.counts import require_finite
 from specdec_jax.core.decode import DecodeSettings, num_positions
-from specdec_jax.core.generation_config import GenerationConfig
+from specdec_jax.core.generation_config import PROCESSORS, SETTINGS, GenerationConfig, with_effect
+from specdec_jax.core.processors import Processors
 from specdec_jax.core.sampling import Sampling, row_keys
 from specdec_jax.core.trees import AnyTree, DynamicTree, Tree, chain
 from specdec_jax.core.types import DecodeResult
+from specdec_jax.errors import InputError
 from specdec_jax.exactness import martingale
 from specdec_jax.exactness.argmax import (
-  NO_TOKEN,
+  PAST_END,
   Decode,
   Divergence,
   Rounding,
@@ -99,6 +102,32 @@ class TableTest(NamedTuple):
     return [*self.counts.p_values, *(drift.p_value for drift in self.drifts.values())]
 
 
+def processors_of(pair: Pair, generation: GenerationConfig) -> Processors:
+  """Return the logits processors of `generation`, for the target of a pair.
+
+  Other settings in it raise InputError. A check does not apply the generation settings of the
+  checkpoint; a warning names those that change outputs, other than `forced_eos_token_id`, which
+  affects only the last token of an output that reaches its limit.
+  """
+  others = [
+    name for name in SETTINGS if name not in PROCESSORS and getattr(generation, name) is not None
+  ]
+  if others:
+    raise InputError(
+      f"generation has {', '.join(others)}, which a check does not take; give settings of logits "
+      "processors or filters of sampling."
+    )
+  effective = with_effect({**pair.target.generation, "forced_eos_token_id": None})
+  if effective:
+    stated = ", ".join(f"{k} {v!r:.60}" for k, v in effective.items())
+    warnings.warn(
+      f"{pair.target.path or pair.target.name} sets {stated}, which Pair.generate applies and a "
+      "check does not; the outputs that are checked may differ.",
+      stacklevel=2,
+    )
+  return pair.processors_of(generation, (pair.vocabulary.eos_id,))
+
+
 class Checker:
   """Checks of a pair in one setting at a time; see `commands.check`."""
 
@@ -115,7 +144,7 @@ class Checker:
   ):
     self.pair, self.texts, self.batch_size = pair, texts, batch_size
     self.max_new_tokens = max_new_tokens
-    self.processors = pair.processors(generation or GenerationConfig())
+    self.processors = processors_of(pair, generation or GenerationConfig())
     if most := num_positions(pair.target.model):
       longest = int(pair.target.model.prompt_tokens(pair.prompt(texts))[1].max())
       long_tokens = min(long_tokens, most + 1 - longest)
@@ -365,7 +394,7 @@ def _temperature(scores: Scores, level: float) -> str:
 
 def _of_divergence(pair: Pair, text: int, d: Divergence) -> str:
   expected, got = (
-    "(end)" if token == NO_TOKEN else pair.vocabulary.pieces([token])[0]
+    "(end)" if token == PAST_END else pair.vocabulary.pieces([token])[0]
     for token in (d.autoregressive, d.speculative)
   )
   conclusion = "a tie" if d.is_tie else "a FAULT"

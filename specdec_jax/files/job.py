@@ -24,12 +24,11 @@ from specdec_jax.core.atomic_files import atomic_write
 from specdec_jax.core.generation_config import GenerationConfig
 from specdec_jax.core.identity import described, params_digest, require_same
 from specdec_jax.core.sampling import Sampling
-from specdec_jax.core.trees import AnyTree, Tree, chain
+from specdec_jax.core.trees import AnyTree, Tree, chain, given_tree
 from specdec_jax.data.text import open_file
 from specdec_jax.errors import InputError
 from specdec_jax.files.records import Record, json_line, source_of
 from specdec_jax.generate import chosen_tree
-from specdec_jax.measure.calibrate import given_tree
 from specdec_jax.pair import Pair
 
 Job = dict[str, Any]  # a JSON object

@@ -30,7 +30,7 @@ from specdec_jax.core.counts import acceptance_rate, num_tokens, require_finite
 from specdec_jax.core.decode import Decoder, DecodeSettings
 from specdec_jax.core.identity import params_digest
 from specdec_jax.core.sampling import row_keys
-from specdec_jax.core.trees import Tree, chain, require_tree_memory
+from specdec_jax.core.trees import Tree, chain
 from specdec_jax.core.types import AnyPair, DecodeResult
 from specdec_jax.errors import InputError, require_count
 from specdec_jax.measure import machine
@@ -165,8 +165,8 @@ def choose_tree(
   The candidates are the best trees for each maximum depth up to DEPTH and each number of nodes in
   NODES, up to the largest measured number. v is interpolated linearly, from 1 at one node through
   the measured trees. The time of drafting is a cost per level (one call of the draft) plus a cost
-  per draft token, both fitted by least squares. The equation of a tree is divided by v, because its
-  drafting time is the difference of two measured times of rounds, whose error grows with them.
+  per draft token, both fitted by least squares. Each tree has the weight 1 / v in this fit, because
+  its drafting time is the difference of two measured times of rounds, whose error grows with v.
   """
   starts = next(iter(costs.values())).prefill_steps
   shapes = np.array([(t.depth, t.num_draft_tokens, t.depth * cost.c) for t, cost in costs.items()])
@@ -186,33 +186,24 @@ def choose_tree(
   return max(candidates, key=lambda candidate: candidate.speedup)
 
 
-def resolve_tree(
-  gamma: int | str,
-  tree: Sequence[int] | str | None,
+def auto_tree(
   pair: AnyPair,
   texts: Sequence[str | None],
   settings: DecodeSettings,
+  branching: bool,
   say: Callable[[str], object] = print,
 ) -> Tree:
-  """Return the tree of draft tokens that a run's `gamma` and `tree` specify.
+  """Return the tree of draft tokens that is the fastest for a run (`gamma` or `tree` 'auto').
 
   Args:
-    gamma: gamma of a chain; 0 for autoregressive decoding; 'auto' chooses it.
-    tree: parents of the draft tokens; None for a chain; 'auto' chooses a tree or a chain. A tree or
-      'auto' takes precedence over gamma.
     texts: texts of the run; some of them are decoded to calibrate. An entry is None if the run does
-      not decode that text. If all are None, 'auto' means autoregressive decoding.
+      not decode that text. If all are None, decoding is autoregressive.
+    branching: whether to choose among trees and chains, instead of among chains only.
     say: function that is called with a sentence that explains the choice.
-
-  Raises:
-    InputError: gamma or tree is invalid, or gamma is 'auto' and a tree is given.
   """
-  if (static_tree := given_tree(gamma, tree)) is not None:
-    return static_tree
   decoded = [text for text in texts if text is not None]
   if not decoded:
     return chain(0)
-  branching = tree == "auto"
   calibration, origin = get_or_compute(
     functools.partial(calibrate, pair, decoded, settings, branching=branching),
     functools.partial(cache_key, pair, decoded, settings, branching=branching),
@@ -220,27 +211,6 @@ def resolve_tree(
   )
   say(f"{calibration}{origin}.")
   return calibration.tree
-
-
-def given_tree(gamma: int | str, tree: Sequence[int] | str | None) -> Tree | None:
-  """Return the tree that `gamma` and `tree` specify, or None if one of them is 'auto'.
-
-  Raises:
-    InputError: gamma or tree is invalid, or gamma is 'auto' and a tree is given.
-  """
-  if tree is not None and not isinstance(tree, str):
-    if gamma == "auto":
-      raise InputError(
-        f"gamma is 'auto' and tree is {tree!r:.100}: a tree leaves no gamma to choose; give one."
-      )
-    require_count("the number of a tree's draft tokens", len(tree))
-    static_tree = Tree(tree)
-    require_tree_memory(static_tree.num_nodes)
-    return static_tree
-  if "auto" not in (gamma, tree):
-    require_count("gamma", gamma, least=0)
-    return chain(int(gamma))
-  return None
 
 
 def resolve_gammas(

@@ -10,9 +10,9 @@ from typing import NamedTuple
 
 import jinja2
 
+from specdec_jax.core.rounds import Example
 from specdec_jax.measure import tables
 from specdec_jax.measure.records import Record
-from specdec_jax.measure.rounds import Example
 from specdec_jax.measure.tables import DETAILS, SETTINGS, Column, Table
 
 FEW = 100  # an acceptance rate of fewer draft tokens is shown with the number of draft tokens

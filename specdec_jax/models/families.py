@@ -35,7 +35,7 @@ def config_of(model: Model) -> Config | None:
 
 
 def with_feature_layers(model: Model, layers: tuple[int, ...]) -> Model:
-  """Return a model whose hidden states are the outputs of `layers`; see `Decoder`."""
+  """Return a model whose hidden states are the outputs of `layers`; see `DecoderStack`."""
   if feature_layers(model) == layers:
     return model
   if isinstance(model, WrappedModel):
@@ -46,7 +46,7 @@ def with_feature_layers(model: Model, layers: tuple[int, ...]) -> Model:
 
 
 def feature_layers(model: Model) -> tuple[int, ...]:
-  """Return the layers whose outputs are the hidden states of a model; see `Decoder`."""
+  """Return the layers whose outputs are the hidden states of a model; see `DecoderStack`."""
   if isinstance(model, WrappedModel):
     return feature_layers(model.model)
   return model.feature_layers if isinstance(model, T5Model | GPTModel) else ()

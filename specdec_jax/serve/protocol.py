@@ -20,7 +20,7 @@ _UNSUPPORTED: dict[str, tuple[Any, str]] = {
   "presence_penalty": (0, "use repetition_penalty"),
   "logit_bias": ({}, "use sequence_bias, a list of [tokens, bias] pairs"),
   "suffix": ("", "leave it out"),
-  "num_beams": (1, "run specdec translate --beams, which searches with beams"),
+  "num_beams": (1, "run specdec translate --num_beams, which searches with beams"),
   **dict.fromkeys(("length_penalty", "early_stopping", "beam_scorer"), (None, "leave it out")),
   "renormalize_logits": (None, "leave it out"),
   "logits_processor": (None, "use the settings of built-in processors"),

@@ -13,8 +13,9 @@ from specdec_jax.batching import (
   Block,
   Rows,
   fill,
+  jitted_prefill,
+  jitted_result,
   one_row,
-  prefill,
   run_rounds,
   size_of_sources,
 )
@@ -78,7 +79,7 @@ class Slots:
     block = self._block(texts, 1 if alone else self.batch_size)
     longest = size_of_sources(max(len(text.prompt) for text in texts))
     width = min(longest, self.prompt_width) if self.has_encoder else None
-    rows = _prefill(
+    rows = jitted_prefill(
       self.decoder, self.params, block, max_new_tokens=self.max_new_tokens, width=width
     )
     self._rows = rows if self._rows is None else _fill(self._rows, rows)
@@ -108,7 +109,7 @@ class Slots:
     assert self._rows is not None
     state = _run_rounds(self.decoder, self.params, self._rows.state, max_rounds)
     self._rows = self._rows._replace(state=state)
-    result, done = jax.device_get((_result(self.decoder, state), state.done))
+    result, done = jax.device_get((jitted_result(self.decoder, state), state.done))
     texts = [(slot, text) for slot, text in enumerate(self._texts) if text is not None]
     self._texts = [None if done[slot] else text for slot, text in enumerate(self._texts)]
     for slot, text in texts:
@@ -116,7 +117,5 @@ class Slots:
     return [text for slot, text in texts if done[slot]]
 
 
-_prefill = jax.jit(prefill, static_argnames=("max_new_tokens", "width"))
 _fill = jax.jit(lambda slots, block: fill(slots, block)[0], donate_argnums=0)
 _run_rounds = jax.jit(run_rounds, donate_argnames="state")
-_result = jax.jit(Decoder.result)

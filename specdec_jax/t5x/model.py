@@ -36,9 +36,10 @@ from specdec_jax.core.types import (
   Verifier,
 )
 from specdec_jax.core.verify.tokens import TokenVerifier
+from specdec_jax.data.vocabulary import PAD_ID
 from specdec_jax.drafts.model import ModelDraft
 from specdec_jax.errors import InputError, require_count
-from specdec_jax.models.t5 import PAD_ID, T5Model
+from specdec_jax.models.t5 import T5Model
 from specdec_jax.t5x.checkpointer import DRAFT
 from specdec_jax.t5x.networks import same_config
 

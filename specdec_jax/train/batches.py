@@ -17,7 +17,7 @@ from specdec_jax.errors import InputError
 # tokens with EOS. Steps are narrow where most captions lie: with sentences of 15 tokens on average,
 # padding all of them to 32 would waste half of the work.
 BUCKETS = (8, 11, 14, 16, 18, 20, 22, 24, 27, 30, 34, 40, 50, 66, 96, 128, 192, 256, 320, 384, 512)
-NO_TOKEN = -1  # padding of batches
+PADDING = -1  # padding of batches
 MAX_TARGET = 128  # longest padded targets, so that long sources do not widen them
 
 
@@ -77,7 +77,7 @@ class ParallelText:
 
 
 class Batch(NamedTuple):
-  """Sentence pairs, padded with NO_TOKEN to common lengths S of sources and T of targets.
+  """Sentence pairs, padded with PADDING to common lengths S of sources and T of targets.
 
   Attributes:
     source: [B, S].
@@ -130,10 +130,10 @@ def epoch_batches(
 def padded_batches(text: ParallelText, batches: list[tuple[int, np.ndarray]]) -> Iterator[Batch]:
   """Yield the padded arrays of each batch from `epoch_batches`."""
   for length, indices in batches:
-    source = padded([text.sources[i] for i in indices], length, NO_TOKEN)
-    targets = padded([text.targets[i] for i in indices], min(length, MAX_TARGET), NO_TOKEN)
+    source = padded([text.sources[i] for i in indices], length, PADDING)
+    targets = padded([text.targets[i] for i in indices], min(length, MAX_TARGET), PADDING)
     labels = np.maximum(targets, 0)[..., None]
-    weights = (targets[..., None] != NO_TOKEN).astype(np.float32)
+    weights = (targets[..., None] != PADDING).astype(np.float32)
     if text.teacher is not None:
       k = text.teacher[0][0].shape[-1]
       labels, weights = np.zeros((*targets.shape, k), np.int32), np.zeros((*targets.shape, k), "f4")

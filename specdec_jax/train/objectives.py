@@ -11,7 +11,7 @@ from jax.typing import ArrayLike
 
 from specdec_jax.errors import InputError
 from specdec_jax.models.families import Config, init_params, module_of
-from specdec_jax.train.batches import NO_TOKEN, Batch
+from specdec_jax.train.batches import PADDING, Batch
 
 Divergence = Literal["forward_kl", "reverse_kl", "jsd", "tv", "lk"]
 _MIN_PROBABILITY = 1e-6  # lower bound inside logarithms
@@ -55,7 +55,7 @@ def model_objective(
     if divergence == "forward_kl":
       return cross_entropy(logits, batch, label_smoothing)[0]
     per_token = divergences(logits, batch.labels, batch.weights, divergence, progress)
-    return _masked_mean(per_token, batch.targets != NO_TOKEN)
+    return _masked_mean(per_token, batch.targets != PADDING)
 
   def scores(params, frozen: Any, batch: Batch) -> dict[str, Array]:
     valid_loss, accuracy = cross_entropy(teacher_forced(module, params, batch), batch, 0.0)
@@ -72,7 +72,7 @@ def cross_entropy(logits: Array, batch: Batch, smoothing: float) -> tuple[Array,
   log_probs = jax.nn.log_softmax(logits)
   labelled = (jnp.take_along_axis(log_probs, batch.labels, axis=-1) * batch.weights).sum(axis=-1)
   loss = -(1 - smoothing) * labelled - smoothing * log_probs.mean(axis=-1)
-  is_token = batch.targets != NO_TOKEN
+  is_token = batch.targets != PADDING
   correct = logits.argmax(axis=-1) == batch.targets
   return _masked_mean(loss, is_token), _masked_mean(correct, is_token)
 
@@ -89,7 +89,7 @@ def teacher_forced(
   inputs = jnp.maximum(batch.targets[:, :-1], 0)  # inputs after the text may be any token
   inputs = jnp.pad(inputs, ((0, 0), (1, 0)), constant_values=start_id)
   rngs = None if dropout_rng is None else {"dropout": dropout_rng}
-  source = jnp.where(batch.source == NO_TOKEN, config.pad_id, batch.source)
+  source = jnp.where(batch.source == PADDING, config.pad_id, batch.source)
   return module.apply({"params": params}, source, inputs, dropout_rng is None, rngs=rngs)
 
 

@@ -25,7 +25,7 @@ from specdec_jax.drafts.heads.base import (
 from specdec_jax.errors import InputError
 from specdec_jax.measure.alpha import teacher_forced
 from specdec_jax.models.families import Config, model_of, with_feature_layers
-from specdec_jax.train.batches import NO_TOKEN, Batch
+from specdec_jax.train.batches import PADDING, Batch
 from specdec_jax.train.objectives import Divergence, Objective, divergences
 
 
@@ -62,7 +62,7 @@ def speculator_objective(
   def target_outputs(
     frozen: Any, batch: Batch, rng: Array | None = None, progress: Array | float = 0.0
   ) -> TargetOutputs:
-    prompt = jnp.where(batch.source == NO_TOKEN, target.pad_id, batch.source)
+    prompt = jnp.where(batch.source == PADDING, target.pad_id, batch.source)
     tokens = jnp.maximum(batch.targets, 0)  # after the text, any token
     _, hidden, inputs, cache = teacher_forced(model, frozen, prompt, tokens)
     hidden = jnp.pad(hidden[:, :-1], ((0, 0), (1, 0), (0, 0)))
@@ -73,7 +73,7 @@ def speculator_objective(
     labels = gather_positions(batch.labels, positions)
     label_weights = gather_positions(batch.weights, positions)
     per_token = divergences(drafted.logits, labels, label_weights, divergence, progress)
-    is_token = gather_positions(batch.targets, positions, NO_TOKEN) != NO_TOKEN
+    is_token = gather_positions(batch.targets, positions, PADDING) != PADDING
     weight = is_token * decay ** jnp.arange(positions.shape[-1])
     return _ratio((per_token * weight).sum(), weight.sum())
 
@@ -85,9 +85,9 @@ def speculator_objective(
   def scores(params, frozen: Any, batch: Batch) -> dict[str, Array]:
     outputs = target_outputs(frozen, batch)
     drafted = head.training_logits(params, target, frozen, outputs, stride)
-    targets = gather_positions(batch.targets, drafted.positions, NO_TOKEN)
+    targets = gather_positions(batch.targets, drafted.positions, PADDING)
     accepted = drafted.logits.argmax(axis=-1) == targets
-    is_round = targets[..., 0] != NO_TOKEN  # anchors before the end of the text
+    is_round = targets[..., 0] != PADDING  # anchors before the end of the text
     acceptance_length = 1 + jnp.cumprod(accepted, axis=-1).sum(axis=-1)
     return {
       "valid_loss": weighted_loss(drafted, batch, 0.0),

@@ -23,7 +23,7 @@ from specdec_jax.core.atomic_files import atomic_write
 from specdec_jax.errors import InputError, require_count, require_number
 from specdec_jax.measure.machine import commit
 from specdec_jax.models.partitioning import make_mesh, param_shardings
-from specdec_jax.train.batches import NO_TOKEN, Batch, ParallelText, epoch_batches, padded_batches
+from specdec_jax.train.batches import PADDING, Batch, ParallelText, epoch_batches, padded_batches
 from specdec_jax.train.objectives import Objective
 
 
@@ -179,7 +179,7 @@ def train(
       for batch in padded_batches(train_pairs, batches):
         state, loss = train_step(state, frozen, jax.device_put(batch, batch_sharding))
         step += 1
-        tokens += int((batch.targets != NO_TOKEN).sum())
+        tokens += int((batch.targets != PADDING).sum())
         losses.append(loss)
         if step % 20 == 0:  # rarely, since reading a loss waits for its step
           recent = np.mean(_require_finite(step, losses[-20:]))

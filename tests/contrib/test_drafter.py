@@ -20,7 +20,7 @@ from specdec_jax.core.types import DraftOptions
 from specdec_jax.drafts.heads import DraftHead, new_head
 from specdec_jax.drafts.heads.base import TargetOutputs
 from specdec_jax.errors import InputError
-from specdec_jax.train.batches import NO_TOKEN, Batch
+from specdec_jax.train.batches import PADDING, Batch
 from specdec_jax.train.objectives import divergences
 from specdec_jax.train.speculators import speculator_objective, warm_start
 
@@ -105,7 +105,7 @@ def test_glancing_shows_a_share_of_the_wrong_tokens_and_leaves_them_out_of_the_l
   """At stride 1 every token is an anchor, for any random key."""
   drafted, models = case(gamma=10, length=16), t5()
   length = drafted.targets.shape[1]
-  texts = np.where(drafted.targets > 0, drafted.targets, NO_TOKEN)
+  texts = np.where(drafted.targets > 0, drafted.targets, PADDING)
   outputs = TargetOutputs(drafted.inputs, None, None, None, drafted.source, jnp.asarray(texts), 0.0)
   target = models.target.config
 

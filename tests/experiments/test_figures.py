@@ -13,8 +13,8 @@ from test_records import RECORD as SETTING
 from experiments.figures import figures
 from experiments.paper.paper import load_table
 from experiments.paper.reproduce import StandIns, Task, reproduce
+from specdec_jax.core.rounds import Round
 from specdec_jax.measure.records import append
-from specdec_jax.measure.rounds import Round
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 

@@ -22,10 +22,10 @@ MAX_REDUCED_ROWS = 16  # number of queries of a head up to which attention is wr
 
 
 class Normed(NamedTuple):
-  """Result of an RMS norm that `matmul` computes.
+  """Input of an RMS norm that the matmul after it computes.
 
   Attributes:
-    x: input of the norm.
+    x: not normalized.
     scale: scale of the norm, float32.
   """
 
