@@ -268,7 +268,7 @@ def test_auto_is_resolved_and_numbers_are_kept(monkeypatch, capsys):
   assert given_tree(0, None) == chain(0)
   for both in (("auto", None), (7, "auto"), ("auto", "auto")):
     assert given_tree(*both) is None
-  for bad in (-1, "fast"):
+  for bad in (-1, 2.5, "fast"):
     with pytest.raises(InputError, match=f"gamma is {bad!r}"):
       given_tree(bad, None)
 

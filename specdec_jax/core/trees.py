@@ -286,8 +286,12 @@ def branching(*widths: int) -> Tree:
   return Tree(tuple(parents))
 
 
-def given_tree(gamma: int | str, tree: Sequence[int] | str | None) -> Tree | None:
+def given_tree(gamma: Any, tree: Sequence[int] | str | None) -> Tree | None:
   """Return the tree that `gamma` and `tree` specify, or None if one of them is 'auto'.
+
+  Args:
+    gamma: number of draft tokens of a chain, or 'auto', as a user gave it.
+    tree: parents of the draft tokens, which take precedence over gamma; None for a chain; 'auto'.
 
   Raises:
     InputError: gamma or tree is invalid, or gamma is 'auto' and a tree is given.
