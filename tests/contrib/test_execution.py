@@ -5,8 +5,8 @@ import threading
 import numpy as np
 import pytest
 
+from specdec_jax.contrib.execution import speculative_execution
 from specdec_jax.errors import InputError
-from specdec_jax.theory import speculative_execution
 
 P, Q = np.array([0.5, 0.3, 0.2, 0.0]), np.array([0.2, 0.3, 0.1, 0.4])
 
