@@ -18,7 +18,7 @@ states (K or 1).
 """
 
 import dataclasses
-from typing import Any, ClassVar
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -120,14 +120,13 @@ class SharedEncoderT5(T5):
   """T5 whose decoder is a draft head; its encoder is never used."""
 
   head: Any = None  # a SharedEncoderHead; fields of a subclass need defaults
-  num_offsets: ClassVar[int | None] = None  # instead of those of the head
 
   def setup(self):
     super().setup()
     cfg, head = self.config, self.head
     self.state_norm, self.state = norm(cfg), Dense(cfg, cfg.emb_dim)
     # "age" is the name of the embedding of offsets in checkpoints.
-    shape = self.num_offsets or head.offsets, cfg.emb_dim
+    shape = head.offsets, cfg.emb_dim
     self.age = self.param("age", jax.nn.initializers.normal(1.0), shape, jnp.float32)
 
   def condition(
@@ -169,13 +168,11 @@ class SharedEncoderT5(T5):
     first: Int[Array, ""] | int = 0,
   ) -> tuple[Float[Array, "B K V"], Float[Array, "B K d"], Any]:
     x = self.token_embedder(tokens)
-    if cache.conditioning is not None:
-      size = tokens.shape[1], x.shape[2]
 
-      def read_row(row: Float[Array, "T d"], slot: Int[Array, ""]) -> Float[Array, "K d"]:
-        return lax.dynamic_slice(row, (slot, 0), size)
+    def read_row(row: Float[Array, "T d"], slot: Int[Array, ""]) -> Float[Array, "K d"]:
+      return lax.dynamic_slice_in_dim(row, slot, tokens.shape[1])
 
-      x = x + jax.vmap(read_row)(cache.conditioning, cache.length + first)
+    x = x + jax.vmap(read_row)(cache.conditioning, cache.length + first)
     return self.extend_embedded(cache, x, tree, first)
 
 
@@ -209,10 +206,10 @@ class RoundsLayout:
 class SharedEncoderCache(Cache):
   """Cache with the target's `cross`; `conditioning` is that of the token in each slot."""
 
-  conditioning: Float[Array, "B T d"] | None = None
+  conditioning: Any = None  # [B, T, d]; fields of a subclass need defaults
 
   def repeat_rows(self, count: int) -> "SharedEncoderCache":
-    conditioning = jax.tree.map(lambda x: jnp.repeat(x, count, axis=0), self.conditioning)
+    conditioning = jnp.repeat(self.conditioning, count, axis=0)
     return super().repeat_rows(count).replace(conditioning=conditioning)
 
 
@@ -274,7 +271,7 @@ class SharedEncoderModel(T5Model):
     path: Int[Array, "B D"] | None = None,
   ) -> Any:
     committed = super().commit(cache, length, tree, path)
-    if path is None or cache.conditioning is None:
+    if path is None:
       return committed
     moved = gather(cache.conditioning, cache.length[:, None] + path)
     return with_conditioning(committed, moved, cache.length + 1)
@@ -284,7 +281,6 @@ def with_conditioning(
   cache: SharedEncoderCache, new: Float[Array, "B M d"], slot: Int[Array, " B"]
 ) -> SharedEncoderCache:
   """Write the conditioning of M tokens from a slot on."""
-  assert cache.conditioning is not None
   written = write_slots(cache.conditioning[:, None], new[:, None], slot)[:, 0]
   return cache.replace(conditioning=written)
 
