@@ -157,7 +157,7 @@ class SharedEncoderT5(T5):
     if not self.head.reads_features:
       return self.decoder(in_round, embedding, cross, cross_bias)[0]
     both = jnp.concatenate([x + self.condition(hidden, 0), in_round], axis=1)
-    _, own, _ = self.decoder(both, embedding, cross, cross_bias, tree=RoundsLayout(anchors))
+    _, own, _ = self.decoder(both, embedding, cross, cross_bias, tree=place_rounds(anchors))
     return self.decoder.logits(own[:, inputs.shape[1] :], embedding)
 
   def extend(
@@ -176,30 +176,23 @@ class SharedEncoderT5(T5):
     return self.extend_embedded(cache, x, tree, first)
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
-class RoundsLayout:
-  """Layout of a block that holds each token of a text twice: committed, and in its round.
+def place_rounds(anchors: Int[Array, "B T"]) -> NodePlacement:
+  """Return the placement of a block that holds each token twice: committed, and in its round.
 
   A committed token attends to the committed tokens up to itself. A token in its round attends to
   the committed tokens before the round, and to the tokens of the round up to itself. The first
   token of a round, at its anchor, is the last committed one.
   """
-
-  anchors: Int[Array, "B T"]
-
-  def place(
-    self, length: Int[Array, " B"], first: Any, num_nodes: int, num_slots: int
-  ) -> NodePlacement:
-    batch, text = self.anchors.shape
-    position = jnp.arange(text)
-    not_after = position <= position[:, None]
-    start = self.anchors[:, :, None]
-    before_round = position < start
-    same_round = not_after & (self.anchors[:, None] == start)
-    committed = jnp.broadcast_to(not_after, same_round.shape)
-    positions = jnp.broadcast_to(jnp.tile(position, 2), (batch, 2 * text))
-    visible = jnp.block([[committed, jnp.zeros_like(committed)], [before_round, same_round]])
-    return NodePlacement(positions, positions, visible)
+  batch, text = anchors.shape
+  position = jnp.arange(text)
+  not_after = position <= position[:, None]
+  start = anchors[:, :, None]
+  before_round = position < start
+  same_round = not_after & (anchors[:, None] == start)
+  committed = jnp.broadcast_to(not_after, same_round.shape)
+  positions = jnp.broadcast_to(jnp.tile(position, 2), (batch, 2 * text))
+  visible = jnp.block([[committed, jnp.zeros_like(committed)], [before_round, same_round]])
+  return NodePlacement(positions, positions, visible)
 
 
 @struct.dataclass
