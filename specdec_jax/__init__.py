@@ -46,7 +46,6 @@ from specdec_jax.drafts.composed import tree_draft
 from specdec_jax.drafts.layer_skip import layer_skip
 from specdec_jax.drafts.model import ModelDraft
 from specdec_jax.drafts.prompt_lookup import prompt_lookup
-from specdec_jax.drafts.retrieval import retrieval
 from specdec_jax.errors import InputError
 from specdec_jax.generate import Output
 from specdec_jax.load import load_pair, speculator
@@ -102,7 +101,6 @@ __all__ = [
   "load_pair",
   "prompt_lookup",
   "random_pair",
-  "retrieval",
   "sample",
   "sample_logits",
   "speculator",

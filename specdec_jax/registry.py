@@ -59,9 +59,6 @@ DRAFTS = {
   "ngram_tree": Entry(
     f"{_COMPOSED}:tree_draft", "the same, as a tree", {"draft": "ngrams", "widths": (2, 2)}
   ),
-  "retrieval": Entry(
-    "specdec_jax.drafts.retrieval:retrieval", "outputs repeat parts of earlier ones (REST)"
-  ),
   "token_recycling": Entry(
     f"{_COMPOSED}:tree_draft",
     "nothing else is there: the target's own last guesses, as a tree",
@@ -145,6 +142,9 @@ DRAFTS = {
     f"{_SHELF}.realigned:realigned_draft",
     "shelf: rejected tokens proposed again (SpecASR)",
     {"draft": "model"},
+  ),
+  "retrieval": Entry(
+    f"{_SHELF}.retrieval:retrieval", "shelf: continuations found in earlier outputs (REST)"
   ),
   "lookahead": Entry(f"{_SHELF}.lookahead:lookahead", "shelf: n-grams by Jacobi iteration"),
   "saturation": Entry(

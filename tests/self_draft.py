@@ -14,8 +14,9 @@ import numpy as np
 from jax import Array
 
 from specdec_jax.core.context import Context
+from specdec_jax.core.decode import DecodeSettings
 from specdec_jax.core.processors import Processors
-from specdec_jax.core.sampling import Sampling, row_keys
+from specdec_jax.core.sampling import Sampling
 from specdec_jax.core.trees import AnyTree, DynamicTree, Tree, chain
 from specdec_jax.core.types import DraftSpec, Outcome, Proposal
 from specdec_jax.drafts.model import ModelDraft
@@ -79,8 +80,11 @@ def rounds_of_self_draft(
     return 1 + int(np.searchsorted(emitted, length))
 
   rounds = fewest = 0
-  for rows, prompt, count in batches(pair, texts, batch_size):
-    decoded = decode(prompt, row_keys(0, rows[0], batch_size), max_new_tokens=max_new_tokens)
+  settings = DecodeSettings(Sampling(), batch_size)
+  for first_row, prompt, keys in batches(pair, texts, settings):
+    if (count := min(batch_size, len(texts) - first_row)) <= 0:
+      break
+    decoded = decode(prompt, keys, max_new_tokens=max_new_tokens)
     rounds += int((decoded.rounds.num_emitted[:, :count] > 0).sum())
     fewest += sum(map(fewest_rounds, range(count), np.asarray(decoded.lengths).tolist()))
   return rounds, fewest

@@ -26,7 +26,7 @@ from safetensors.numpy import save_file
 
 from specdec_jax.checkpoints import checkpoint, files
 from specdec_jax.checkpoints.checkpoint import param_shapes
-from specdec_jax.checkpoints.load import load_params, open_checkpoint
+from specdec_jax.checkpoints.load import open_checkpoint
 from specdec_jax.checkpoints.save import save_model
 from specdec_jax.core import memory
 from specdec_jax.errors import InputError
@@ -216,21 +216,21 @@ def test_config_and_parameters_are_read(format, version):
   path = checkpoint_path(format, version)
   assert open_checkpoint(path).config == config
   want = params(config)
-  assert_same(load_params(path, config), want)
-  assert_same(load_params(path, config, jnp.bfloat16), rounded(want, jnp.bfloat16))
+  assert_same(open_checkpoint(path).load(config), want)
+  assert_same(open_checkpoint(path).load(config, jnp.bfloat16), rounded(want, jnp.bfloat16))
   fused, laid_out = for_decoding(config, jax.tree.map(jnp.asarray, want))
-  assert_same(load_params(path, fused), laid_out)
+  assert_same(open_checkpoint(path).load(fused), laid_out)
 
 
 @pytest.mark.parametrize("format", ["t5x zarr", "t5x msgpack", "orbax", "hf"])
 def test_checkpoint_in_bfloat16(format):
   path = checkpoint_path(format, "1.0", "bfloat16")
   want = rounded(params(TIED), jnp.bfloat16)
-  assert_same(load_params(path, TIED, jnp.bfloat16), want)
+  assert_same(open_checkpoint(path).load(TIED, jnp.bfloat16), want)
   want = rounded(want, np.float32)
-  assert_same(load_params(path, TIED), want)
+  assert_same(open_checkpoint(path).load(TIED), want)
   fused, laid_out = for_decoding(TIED, jax.tree.map(jnp.asarray, want))
-  assert_same(load_params(path, fused), laid_out)  # divided in float32, not in the stored dtype
+  assert_same(open_checkpoint(path).load(fused), laid_out)  # not divided in the stored dtype
 
 
 def test_arrays_that_flax_saves_in_chunks(tmp_path, monkeypatch):
@@ -238,7 +238,7 @@ def test_arrays_that_flax_saves_in_chunks(tmp_path, monkeypatch):
   monkeypatch.setattr(serialization, "MAX_CHUNK_SIZE", 1000)
   path = write_msgpack(tmp_path / "pieces", GATED, params(GATED))
   assert b"__msgpack_chunked_array__" in path.read_bytes()
-  assert_same(load_params(str(path), GATED), params(GATED))
+  assert_same(open_checkpoint(str(path)).load(GATED), params(GATED))
 
 
 @pytest.mark.parametrize("format", FORMATS)
@@ -271,10 +271,10 @@ def test_parameters_have_the_given_shardings(format):
     return wanted[0]
 
   path = checkpoint_path(format, "1.1")
-  got = load_params(path, GATED, shardings=shardings)
-  assert_same(got, load_params(path, GATED))
+  got = open_checkpoint(path).load(GATED, shardings=shardings)
+  assert_same(got, open_checkpoint(path).load(GATED))
   assert jax.tree.map(lambda x: x.sharding, got) == wanted[0]
-  assert_same(load_params(path, GATED, shardings=wanted[0]), got)
+  assert_same(open_checkpoint(path).load(GATED, shardings=wanted[0]), got)
 
 
 # Peak memory.
@@ -301,7 +301,7 @@ def test_no_file_is_read_into_memory_as_a_whole(tmp_path, format, fused):
   path = str(FORMATS[format](tmp_path / "wide", WIDE, params(WIDE)))
   config = WIDE.with_layout(fused=fused)
   param_shapes(WIDE), param_shapes(config)
-  assert traced_peak(lambda: load_params(path, config)) < 1.5
+  assert traced_peak(lambda: open_checkpoint(path).load(config)) < 1.5
 
 
 def test_peak_memory_shows_a_file_read_as_a_whole(tmp_path):
@@ -373,7 +373,7 @@ def test_checkpoint_in_a_bucket(bucket, monkeypatch, format):
   remote = f"gs://some-bucket/{pathlib.Path(local).relative_to(bucket)}"
   size = (pathlib.Path(local) / "model.safetensors" if format == "hf" else bucket).stat().st_size
   monkeypatch.setattr(files, "_BLOCK", size // 4 if format == "hf" else 1000)
-  assert_same(load_params(remote, GATED), load_params(local, GATED))
+  assert_same(open_checkpoint(remote).load(GATED), open_checkpoint(local).load(GATED))
 
 
 @pytest.mark.parametrize("bytes_more", [-1, 0, 1])
@@ -415,7 +415,7 @@ def test_a_bucket_that_cannot_be_reached_is_reported_within_a_minute(monkeypatch
 
 def assert_rejected(path, *words, config=GATED):
   with pytest.raises(InputError) as caught:
-    load_params(str(path), config)
+    open_checkpoint(str(path)).load(config)
   for word in words:
     assert word in str(caught.value)
   assert "\n" not in str(caught.value)
@@ -430,11 +430,11 @@ def test_model_larger_than_memory_is_rejected_without_reading_it(monkeypatch, fo
   assert_rejected(
     path, f"the model in {path}", " would take at least ", "; load a smaller one, or in bfloat16."
   )
-  load_params(path, GATED, jnp.bfloat16)
+  open_checkpoint(path).load(GATED, jnp.bfloat16)
   with pytest.raises(InputError, match="with its target would take at least"):
     open_checkpoint(path).load(GATED, jnp.bfloat16, other_arrays=np.zeros(size, np.float32))
   monkeypatch.setattr(memory, "_device_memory", lambda mesh: 4 * size)
-  load_params(path, GATED)
+  open_checkpoint(path).load(GATED)
 
 
 def test_memory_check_includes_both_models_of_a_pair(monkeypatch):
@@ -481,7 +481,7 @@ def test_embedding_table_is_found_by_each_of_its_names(copy_of, kept):
   tensors[f"{kept}.weight"] = tensors.pop("shared.weight")
   never_used = "decoder.block.0.layer.1.EncDecAttention.relative_attention_bias.weight"
   save_file({**tensors, never_used: np.ones((32, 2), np.float32)}, path / "model.safetensors")
-  assert_same(load_params(str(path), GATED), params(GATED))
+  assert_same(open_checkpoint(str(path)).load(GATED), params(GATED))
 
 
 def test_tied_logits_without_scaling(copy_of):
@@ -492,7 +492,7 @@ def test_tied_logits_without_scaling(copy_of):
   save_file(tensors, path / "model.safetensors")
   about = hf_config(GATED) | {"tie_word_embeddings": True, "scale_decoder_outputs": False}
   (path / "config.json").write_text(json.dumps(about))
-  got = load_params(str(path), GATED)
+  got = open_checkpoint(str(path)).load(GATED)
   table = params(GATED)["token_embedder"]["embedding"]
   np.testing.assert_array_equal(got["decoder"]["logits_dense"]["kernel"], table.T)
 
@@ -607,4 +607,4 @@ def test_checkpoint_of_the_tests_of_t5x():
   published = t5_config("tiny", "1.1", vocab_size=32128, padded_vocab_size=None)
   assert config == published
   want = serialization.msgpack_restore(path.read_bytes())["optimizer"]["target"]
-  assert_same(load_params(str(path), config), want)
+  assert_same(open_checkpoint(str(path)).load(config), want)

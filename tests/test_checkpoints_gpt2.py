@@ -15,7 +15,7 @@ from safetensors.numpy import save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from specdec_jax.checkpoints.checkpoint import param_shapes
-from specdec_jax.checkpoints.load import load_params, open_checkpoint
+from specdec_jax.checkpoints.load import open_checkpoint
 from specdec_jax.core.sampling import Sampling
 from specdec_jax.core.trees import chain
 from specdec_jax.data.vocabularies import open_vocabulary
@@ -143,10 +143,12 @@ def test_config_and_parameters_are_read(tmp_path, prefix, num_files):
     arrays["lm_head.weight"] = arrays["transformer.wte.weight"].copy()
   path = write(tmp_path, arrays, num_files)
   assert open_checkpoint(path).config == CONFIG
-  assert_same(load_params(path, CONFIG), tree)
+  assert_same(open_checkpoint(path).load(CONFIG), tree)
   fused, laid_out = for_decoding(CONFIG, jax.tree.map(jnp.asarray, tree))
-  assert_same(load_params(path, fused), laid_out)
-  assert_same(load_params(path, fused.with_layout(kernels="skinny")), tiny.packed(laid_out))
+  assert_same(open_checkpoint(path).load(fused), laid_out)
+  assert_same(
+    open_checkpoint(path).load(fused.with_layout(kernels="skinny")), tiny.packed(laid_out)
+  )
 
 
 @pytest.mark.parametrize("head_dim", [4, 2], ids=["an exact root", "no exact root"])
@@ -176,7 +178,7 @@ def test_parameters_have_the_given_shardings(tmp_path):
   def place(shapes):
     return jax.tree.map(sharding, shapes)
 
-  got = load_params(path, CONFIG, shardings=place)
+  got = open_checkpoint(path).load(CONFIG, shardings=place)
   assert_same(got, params(CONFIG))
   assert jax.tree.map(lambda x: x.sharding, got) == place(params(CONFIG))
   arrays = open_checkpoint(path).arrays
@@ -221,7 +223,7 @@ def test_shapes_of_published_models(tmp_path, size):
 )
 def test_other_scales_of_attention_logits(tmp_path, about, scales):
   arrays = tensors(params(CONFIG), scale=1.0)
-  got = load_params(write(tmp_path, arrays, **about), CONFIG)
+  got = open_checkpoint(write(tmp_path, arrays, **about)).load(CONFIG)
   for layer, scale in enumerate(scales):
     for kind in ("kernel", "bias"):
       query = got["decoder"][f"layers_{layer}"]["self_attention"]["query"][kind]
@@ -237,7 +239,7 @@ def test_untied_logits(tmp_path):
   about = dict(tie_word_embeddings=False, activation_function="relu")
   path = write(tmp_path, arrays, **about)
   assert open_checkpoint(path).config == config
-  assert_same(load_params(path, config), tree)
+  assert_same(open_checkpoint(path).load(config), tree)
 
 
 # Errors.
@@ -274,16 +276,18 @@ def test_arrays_of_other_shapes_are_named(tmp_path):
   path = write(tmp_path, {**arrays, "h.1.attn.c_attn.weight": cut, "score.weight": cut[0]})
   joint = "decoder/layers_1/self_attention/query_key_value/kernel (found (16, 47), expected nothing"
   assert_rejected(
-    lambda: load_params(path, CONFIG), joint, "score.weight (found (47,), expected nothing)"
+    lambda: open_checkpoint(path).load(CONFIG),
+    joint,
+    "score.weight (found (47,), expected nothing)",
   )
   path = write(tmp_path, {k: x for k, x in arrays.items() if k != "wpe.weight"})
   missing = "decoder/positions (found nothing, expected (64, 16))"
-  assert_rejected(lambda: load_params(path, CONFIG), "1 arrays differ", missing)
+  assert_rejected(lambda: open_checkpoint(path).load(CONFIG), "1 arrays differ", missing)
   half = (tmp_path / "model.safetensors").read_bytes()[:2000]
   (tmp_path / "model.safetensors").write_bytes(half)
-  assert_rejected(lambda: load_params(path, CONFIG), "model.safetensors is damaged")
+  assert_rejected(lambda: open_checkpoint(path).load(CONFIG), "model.safetensors is damaged")
   (tmp_path / "model.safetensors").unlink()
-  assert_rejected(lambda: load_params(path, CONFIG), "pickled", "save_pretrained")
+  assert_rejected(lambda: open_checkpoint(path).load(CONFIG), "pickled", "save_pretrained")
 
 
 # Vocabulary.
@@ -483,7 +487,7 @@ def test_logits_equal_those_of_pytorch(tmp_path, how):
     if fused:
       config = dataclasses.replace(config.with_layout(fused=True), tied_logits=False)
     got = jax.jit(module_of(config).apply)(
-      {"params": load_params(str(tmp_path), config)}, inputs, inputs
+      {"params": open_checkpoint(str(tmp_path)).load(config)}, inputs, inputs
     )
     np.testing.assert_allclose(got, want, atol=5e-5, rtol=0)
 

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import tiny
 
-from specdec_jax.checkpoints.load import load_params, open_checkpoint
+from specdec_jax.checkpoints.load import open_checkpoint
 from specdec_jax.models.sizes import t5_config
 from specdec_jax.models.t5 import T5
 
@@ -72,7 +72,7 @@ def assert_same_logits(model, folder):
   for fused in (False, True):
     if fused:
       config = dataclasses.replace(config.with_layout(fused=True), tied_logits=False)
-    params = load_params(str(folder), config)
+    params = open_checkpoint(str(folder)).load(config)
     got = jax.jit(T5(config).apply)({"params": params}, source, inputs)
     np.testing.assert_allclose(got, want, atol=1e-4, rtol=0)
 

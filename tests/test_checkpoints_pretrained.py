@@ -23,7 +23,7 @@ from test_checkpoints_formats import assert_rejected, hf_tensors, params, write_
 from specdec_jax.checkpoints import huggingface
 from specdec_jax.checkpoints.families import FAMILIES, bart
 from specdec_jax.checkpoints.huggingface import open_state
-from specdec_jax.checkpoints.load import load_params, open_checkpoint
+from specdec_jax.checkpoints.load import open_checkpoint
 from specdec_jax.core.decode import Decoder
 from specdec_jax.core.generation_config import SETTINGS, GenerationConfig
 from specdec_jax.core.sampling import Sampling
@@ -122,7 +122,7 @@ def test_logits_of_files_of_each_version(folder, kind):
 
   config = open_checkpoint(str(folder)).config
   assert config.tied_logits == (scaled and head != "own")
-  got = tiny.teacher_forced(config)(load_params(str(folder), config), *given)
+  got = tiny.teacher_forced(config)(open_checkpoint(str(folder)).load(config), *given)
   np.testing.assert_allclose(got, want, atol=1e-5 * float(np.std(want)), rtol=1e-5)
 
 
@@ -138,7 +138,7 @@ def test_names_of_the_embedding_table_must_agree(folder):
   tensors = hf_tensors(CONFIG, params(CONFIG))
   tensors["decoder.embed_tokens.weight"] = tensors["shared.weight"].copy()
   save_file(tensors, folder / "model.safetensors")
-  load_params(str(folder), CONFIG)
+  open_checkpoint(str(folder)).load(CONFIG)
   tensors["decoder.embed_tokens.weight"][-1, -1] += 1
   save_file(tensors, folder / "model.safetensors")
   assert_rejected(folder, "shared.weight", "differs from another array", "token_embedder/embedding")
@@ -662,7 +662,7 @@ def test_damaged_header_is_reported(folder):
   for at in range(0, 900, 15):
     file.write_bytes(content[:at] + bytes([content[at] ^ 0x15]) + content[at + 1 :])
     try:
-      load_params(str(folder), CONFIG)
+      open_checkpoint(str(folder)).load(CONFIG)
     except InputError as error:
       assert "\n" not in str(error)
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import tiny
 
-from specdec_jax.checkpoints.load import load_params, open_checkpoint
+from specdec_jax.checkpoints.load import open_checkpoint
 from specdec_jax.models.t5 import T5
 
 network = pytest.importorskip("t5x.examples.t5.network", reason="T5X is not installed")
@@ -71,7 +71,7 @@ def test_logits_equal_those_of_t5x(written, format, fused):
   config = open_checkpoint(str(path)).config
   if fused:
     config = dataclasses.replace(config.with_layout(fused=True), tied_logits=False)
-  params = load_params(str(path), config)
+  params = open_checkpoint(str(path)).load(config)
   got = jax.jit(T5(config).apply)({"params": params}, source, inputs)
   assert got.dtype == jnp.float32 and np.std(want) > 0.1
   np.testing.assert_allclose(got, want, atol=1e-5, rtol=0)

@@ -28,6 +28,7 @@ from specdec_jax.contrib.merging import MergingVerifier
 from specdec_jax.contrib.paths import PathsVerifier
 from specdec_jax.contrib.prompt_lookup_or_ngrams import prompt_lookup_or_ngrams
 from specdec_jax.contrib.realigned import RealignedDraft
+from specdec_jax.contrib.retrieval import retrieval
 from specdec_jax.contrib.saturation import saturation
 from specdec_jax.contrib.stopping import AdaptiveStoppingDraft, StoppingDraft
 from specdec_jax.contrib.top_beta import TopBetaVerifier
@@ -52,7 +53,6 @@ from specdec_jax.drafts.model import ModelDraft
 from specdec_jax.drafts.ngram import NgramDraft, fit_ngrams
 from specdec_jax.drafts.other_vocabulary import OtherVocabularyModel, OtherVocabularyParams
 from specdec_jax.drafts.prompt_lookup import PromptLookupDraft, prompt_lookup
-from specdec_jax.drafts.retrieval import retrieval
 from specdec_jax.drafts.several import ForestDraft
 from specdec_jax.drafts.stop_at_miss import StopAtMissDraft
 from specdec_jax.drafts.token_recycling import token_recycling

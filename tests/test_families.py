@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import tiny
 
-from specdec_jax.checkpoints.load import load_params, open_checkpoint
+from specdec_jax.checkpoints.load import open_checkpoint
 from specdec_jax.core.sampling import Sampling
 from specdec_jax.core.trees import branching
 from specdec_jax.core.verify.tokens import TokenVerifier
@@ -71,7 +71,7 @@ def test_logits_equal_those_of_transformers_with_padding_and_rollback(model, nam
   config = dataclasses.replace(
     config.with_layout(fused=fused), tied_logits=config.tied_logits and not fused
   )
-  ours, params = model_of(config), load_params(folder, config)
+  ours, params = model_of(config), open_checkpoint(folder).load(config)
   extend = jax.jit(ours.extend)
   cache, start = jax.jit(ours.prefill, static_argnums=2)(params, source, 32)[1], 0
   for block in (1, 7, 7):  # two programs
@@ -108,7 +108,7 @@ def test_greedy_outputs_equal_those_of_transformers(model, name):
     generation_config=settings,
   ).numpy()[:, 1:]
   config = dataclasses.replace(config.with_layout(fused=True), tied_logits=False)
-  ours, params = model_of(config), load_params(folder, config)
+  ours, params = model_of(config), open_checkpoint(folder).load(config)
   draft = ModelDraft(ours, GREEDY, branching(2, 1))
   got = tiny.speculative_decode(
     ours,
@@ -133,5 +133,5 @@ def test_model_in_memory_equals_the_folder(model, name):
   config = open_checkpoint(folder).config
   in_memory = open_checkpoint(of)
   assert in_memory.config == config
-  params, want = in_memory.load(in_memory.config), load_params(folder, config)
+  params, want = in_memory.load(in_memory.config), open_checkpoint(folder).load(config)
   jax.tree.map(np.testing.assert_array_equal, params, want)

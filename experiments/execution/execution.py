@@ -17,9 +17,9 @@ from typing import Any
 
 import numpy as np
 
+from specdec_jax.contrib.execution import speculative_execution
 from specdec_jax.measure.machine import provenance
 from specdec_jax.measure.tables import Table
-from specdec_jax.theory import speculative_execution
 
 EXECUTION_LEGEND = {
   "beta": "probability that the guess is accepted",

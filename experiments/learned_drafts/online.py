@@ -23,6 +23,7 @@ from jaxtyping import Float, Int, Key
 from rich.console import Console
 
 from experiments.lib.records import measured_with
+from specdec_jax.contrib.retrieval import Datastore, with_texts
 from specdec_jax.core.context import Context
 from specdec_jax.core.counts import num_rounds, num_tokens
 from specdec_jax.core.decode import Decoder, DecodeSettings
@@ -33,7 +34,6 @@ from specdec_jax.data.text import read_lines
 from specdec_jax.drafts.heads.base import Source
 from specdec_jax.drafts.heads.stateless import SpeculatorDraft, source_of
 from specdec_jax.drafts.model import ModelDraft
-from specdec_jax.drafts.retrieval import Datastore, with_texts
 from specdec_jax.errors import InputError
 from specdec_jax.measure import records
 from specdec_jax.measure.progress import Progress

@@ -10,7 +10,7 @@ from typing import Any, Literal
 import jax
 from jax import Array
 
-from specdec_jax.checkpoints.load import load_params, open_checkpoint
+from specdec_jax.checkpoints.load import open_checkpoint
 from specdec_jax.checkpoints.save import save_model
 from specdec_jax.commands.teacher import MAX_NEW_TOKENS, Teacher
 from specdec_jax.commands.train import bleu_of, checkpoint_config, open_fitting_vocabulary
@@ -103,7 +103,7 @@ def train_jointly(
   )
   mesh = make_mesh(settings.model_parallel)
   shardings = functools.partial(param_shardings, mesh=mesh)
-  original = load_params(target, target_config, shardings=shardings)
+  original = open_checkpoint(target).load(target_config, shardings=shardings)
   teacher = Teacher(words, target_config, original, mesh)
   text = parallel_text(words, data, sources, targets)
   if texts == "beam_search":

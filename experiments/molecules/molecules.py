@@ -20,6 +20,7 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, proce
 
 from specdec_jax.commands.train import train_speculator
 from specdec_jax.contrib.prompt_lookup_or_ngrams import prompt_lookup_or_ngrams
+from specdec_jax.contrib.retrieval import retrieval
 from specdec_jax.core.decode import DecodeSettings
 from specdec_jax.core.sampling import Sampling
 from specdec_jax.core.types import LoadsDraft
@@ -28,7 +29,6 @@ from specdec_jax.drafts.composed import forest_draft
 from specdec_jax.drafts.heads import new_head
 from specdec_jax.drafts.layer_skip import layer_skip
 from specdec_jax.drafts.prompt_lookup import prompt_lookup
-from specdec_jax.drafts.retrieval import retrieval
 from specdec_jax.load import cache_programs, load_pair, speculator
 from specdec_jax.measure.speed import speed_steps
 from specdec_jax.measure.sweep import sweep

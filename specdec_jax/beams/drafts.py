@@ -16,13 +16,13 @@ from jax import Array, lax
 from jaxtyping import Float, Int, Shaped
 
 from specdec_jax.beams.forest import BeamContext, Forest
-from specdec_jax.beams.layout import PlacedNodes, move_nodes, slot_mask, write_block
+from specdec_jax.beams.layout import move_nodes, slot_mask, write_block
 from specdec_jax.beams.verified import NO_ENTRY, find_child
 from specdec_jax.core.arrays import gather
 from specdec_jax.core.context import Context, Prefixes
 from specdec_jax.core.processors import process
 from specdec_jax.core.settings import Settings
-from specdec_jax.core.trees import Tree
+from specdec_jax.core.trees import NodePlacement, Tree
 from specdec_jax.core.types import Draft, DraftOptions, Model
 from specdec_jax.errors import InputError, require_count
 
@@ -178,7 +178,7 @@ class ModelBeamDraft(BeamDraft):
     levels, num_processed, texts = [], 0, context.tokens
     for level in range(self.depth):
       # Extend: the draft's distribution after each node of the level.
-      placed = PlacedNodes(positions, key_positions, block_visible)
+      placed = NodePlacement(positions, key_positions, block_visible)
       logits, _, cache = model.extend(params, cache, block, placed, num_processed)
       num_processed += block.shape[1]
       next_log_probs = jax.nn.log_softmax(logits[:, -tokens.shape[1] :].astype(jnp.float32))

@@ -13,11 +13,11 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jaxtyping import Bool, Float, Int
 
-from specdec_jax.beams.layout import PlacedNodes, write_block
+from specdec_jax.beams.layout import write_block
 from specdec_jax.beams.verified import NO_ENTRY, VerifiedNodes, continuation_log_prob
 from specdec_jax.core.arrays import gather
 from specdec_jax.core.context import Prefixes
-from specdec_jax.core.trees import ancestor_mask
+from specdec_jax.core.trees import NodePlacement, ancestor_mask
 
 
 class BeamContext(NamedTuple):
@@ -83,7 +83,7 @@ class VerifyBlock(NamedTuple):
 
   nodes: Int[Array, "B M"]
   tokens: Int[Array, "B M"]
-  placed: PlacedNodes
+  placed: NodePlacement
   parents: Int[Array, "B M"]
   entries: Int[Array, "B F"]
 
@@ -117,7 +117,7 @@ def pack_block(context: BeamContext, forest: Forest, depth: int, count: int) -> 
     "bnk,bke->bne", block_ancestors, entry_of_node, preferred_element_type=int
   )
   entry_positions = jnp.einsum("bk,bke->be", positions, entry_of_node, preferred_element_type=int)
-  placed = PlacedNodes(
+  placed = NodePlacement(
     positions=gather(positions, nodes),
     key_positions=write_block(context.key_positions, entry_positions, context.slot),
     visible=write_block(text_slots > 0, ancestor_entries > 0, context.slot),

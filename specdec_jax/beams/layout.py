@@ -13,7 +13,6 @@ reordered when beams change places.
 Axis letters are those of `beams`.
 """
 
-import dataclasses
 from typing import Any
 
 import jax
@@ -22,22 +21,7 @@ from jax import Array, lax
 from jaxtyping import Bool, Int, Shaped
 
 from specdec_jax.core.arrays import gather
-from specdec_jax.core.trees import NodePlacement
 from specdec_jax.core.types import Model
-
-
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class PlacedNodes:
-  """`NodeLayout` with an explicit attention mask; the fields are those of `NodePlacement`."""
-
-  positions: Int[Array, "B K"]
-  key_positions: Int[Array, "B T"]
-  visible: Bool[Array, "B K T"]
-
-  def place(self, length: Any, first: Any, num_nodes: int, num_slots: int) -> NodePlacement:
-    """Return the placement of the nodes of a block; the arguments are ignored."""
-    return NodePlacement(self.positions, self.key_positions, self.visible)
 
 
 def slot_of_last_tokens(

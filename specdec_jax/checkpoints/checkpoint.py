@@ -110,10 +110,15 @@ class Checkpoint:
   ) -> Any:
     """Return the parameters of the model, by default in the dtype of its layout.
 
-    Arrays are read one at a time. Before, InputError is raised if they do not fit config or memory.
+    Arrays are read one at a time to limit peak memory. Before, InputError is raised if they do not
+    fit config or memory.
 
     Args:
-      config: config of the model to load; see `checkpoints.load.load_params`, also for `shardings`.
+      config: config of the model to load. If its layout is `fused` and that of the checkpoint is
+        not, matrices are concatenated when they are read, as in `families.for_decoding`.
+      shardings: a tree of `Sharding`, or a function that returns one (`Shardings`), such as
+        `partitioning.param_shardings` with a mesh. Each device reads only its shard. None places
+        the parameters on the default device.
       other_arrays: arrays that must fit in memory too, such as the target's for a draft.
       output_tokens: the tokens that have logits if `config.num_output_tokens` is set.
     """

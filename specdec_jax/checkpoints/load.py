@@ -6,11 +6,10 @@ import re
 from typing import Any
 
 from specdec_jax.checkpoints import files, formats, hub, save
-from specdec_jax.checkpoints.checkpoint import Checkpoint, Shardings
+from specdec_jax.checkpoints.checkpoint import Checkpoint
 from specdec_jax.checkpoints.formats import Leaf
 from specdec_jax.checkpoints.huggingface import CONFIG, open_huggingface, open_in_memory
 from specdec_jax.errors import InputError
-from specdec_jax.models.families import Config
 from specdec_jax.models.layout import named_dtype
 
 # Subfolders of a checkpoint of a training step that may contain the parameters.
@@ -72,22 +71,6 @@ def _open_t5(path: str) -> Checkpoint:
 def _t5(path: str, arrays: dict[str, Any]) -> Checkpoint:
   leaves = {name: Leaf(array) for name, array in arrays.items()}
   return Checkpoint(path, formats.infer_config(path, arrays), leaves)
-
-
-def load_params(path: str, config: Config, dtype: Any = None, shardings: Shardings = None):
-  """Return the parameters of a checkpoint, by default in the dtype of its layout.
-
-  Arrays are read one at a time to limit peak memory.
-
-  Args:
-    config: config of the model to load. If its layout is `fused` and that of the checkpoint is not,
-      matrices are concatenated when they are read, as in `families.for_decoding`.
-    shardings: tree of `jax.sharding.Sharding` with the structure of the parameters, or a function
-      that returns such a tree, given the tree of the parameters' shapes and, if it has a parameter
-      `config`, `config` (such as `partitioning.param_shardings` with a mesh). Each device reads
-      only its shard. None places the parameters on the default device.
-  """
-  return open_checkpoint(path).load(config, dtype, shardings)
 
 
 def load_model(folder: str, dtype: str = "float32") -> tuple[Any, Any]:

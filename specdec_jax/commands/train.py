@@ -31,7 +31,7 @@ from typing import Any
 
 from jax.sharding import Sharding
 
-from specdec_jax.checkpoints.load import load_model, load_params, open_checkpoint
+from specdec_jax.checkpoints.load import load_model, open_checkpoint
 from specdec_jax.checkpoints.save import save_model
 from specdec_jax.commands.teacher import decode, open_teacher, without_draft
 from specdec_jax.data.pieces import train_sentence_pieces, train_word_pieces
@@ -112,7 +112,7 @@ def train_target(
   params = None
   if start:
     shardings = functools.partial(param_shardings, mesh=make_mesh(settings.model_parallel))
-    params = load_params(start, config, shardings=shardings)
+    params = open_checkpoint(start).load(config, shardings=shardings)
   params = train(objective, settings, text, valid, work_dir, params, bleu if valid_source else None)
   save_model(output, config, params, words.fingerprint(), "bfloat16")
 

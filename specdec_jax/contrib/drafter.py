@@ -36,7 +36,7 @@ from specdec_jax.drafts.heads.base import (
   gather_positions,
   round_positions,
 )
-from specdec_jax.drafts.heads.stateless import LevelwiseDraft
+from specdec_jax.drafts.heads.stateless import SpeculatorDraft
 from specdec_jax.models.decoder import KeysValues
 from specdec_jax.models.families import Config
 from specdec_jax.models.t5 import T5, T5Model
@@ -144,7 +144,7 @@ class DrafterT5(T5):
 
 
 @dataclasses.dataclass(frozen=True)
-class DrafterDraft(LevelwiseDraft):
+class DrafterDraft(SpeculatorDraft):
   """A draft that predicts all draft tokens in one pass.
 
   All nodes of one depth of the tree have the logits of the same placeholder. The pass covers all
@@ -207,7 +207,7 @@ class DrafterHead(DraftHead):
   def draft(
     self, target: Config, sampling: Sampling, tree: AnyTree, options: DraftOptions
   ) -> DrafterDraft:
-    return DrafterDraft(self, sampling, tree, options)
+    return DrafterDraft(self, sampling, tree, options, target)
 
   def training_logits(
     self, params: Any, target: Config, target_params: Any, outputs: TargetOutputs, stride: int

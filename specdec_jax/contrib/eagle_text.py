@@ -76,10 +76,7 @@ class PlainT5(SharedEncoderT5):
 
 @dataclasses.dataclass(frozen=True)
 class PlainModel(SharedEncoderModel):
-  """Model whose cache has no conditioning."""
-
-  def empty_cache(self, context: Context, num_slots: int) -> SharedEncoderCache:
-    return super().empty_cache(context, num_slots).replace(conditioning=None)
+  """Model whose tokens have the conditioning of the empty cache, which is 0."""
 
   def condition(self, params: Any, cache: SharedEncoderCache, *args: Any) -> SharedEncoderCache:
     return cache
@@ -94,7 +91,7 @@ class EagleTextHead(SharedEncoderHead):
 
   @property
   def module(self) -> "EagleTextT5":
-    return EagleTextT5(self.t5, head=self)
+    return EagleTextT5(self.t5, head=dataclasses.replace(self, offsets=1))
 
   def draft(
     self, target: Config, sampling: Sampling, tree: AnyTree, options: DraftOptions
@@ -120,8 +117,6 @@ class EagleTextHead(SharedEncoderHead):
 
 class EagleTextT5(SharedEncoderT5):
   """T5 whose decoder also predicts the target's hidden states."""
-
-  num_offsets = 1
 
   def setup(self):
     super().setup()

@@ -41,6 +41,10 @@ class NodePlacement(NamedTuple):
   key_positions: Int[Array, " T"] | Int[Array, "B T"]
   visible: Bool[Array, "B K T"]
 
+  def place(self, length: Any, first: Any, num_nodes: int, num_slots: int) -> "NodePlacement":
+    """Return itself, so that a placement is the `NodeLayout` of one block."""
+    return self
+
 
 @runtime_checkable
 class NodeLayout(Protocol):

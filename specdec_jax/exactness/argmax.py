@@ -1,6 +1,7 @@
 """Comparison of argmax outputs, and of whether rounding of the logits explains a difference."""
 
 import functools
+import itertools
 import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -14,7 +15,6 @@ from specdec_jax.core.arrays import gather
 from specdec_jax.core.counts import require_finite
 from specdec_jax.core.decode import DecodeSettings
 from specdec_jax.core.processors import Processors
-from specdec_jax.core.sampling import row_keys
 from specdec_jax.core.trees import AnyTree
 from specdec_jax.core.types import DecodeResult, Model
 from specdec_jax.exactness.paths import batches, plans_of
@@ -86,17 +86,16 @@ def compare_argmax(
     For each text whose outputs differ, the number of the text, from 1, and the first difference.
   """
   divergences = []
-  batch_size, limit = settings.batch_size, settings.max_new_tokens
-  for rows, prompt, count in batches(pair, texts, batch_size):
-    keys = row_keys(settings.seed, rows[0], batch_size)
+  num_batches = -(-len(texts) // settings.batch_size)
+  for first, prompt, keys in itertools.islice(batches(pair, texts, settings), num_batches):
     tokens, expected = (
-      tokens_of(require_finite(decode(prompt, keys, max_new_tokens=limit)))
+      tokens_of(require_finite(decode(prompt, keys, max_new_tokens=settings.max_new_tokens)))
       for decode in (speculative, autoregressive)
     )
     of_batch = first_divergences(
       pair.target.model, pair.target.params, prompt, expected, tokens, block, rounding, processors
     )
-    divergences += [(rows[d.row] + 1, d) for d in of_batch if d.row < count]
+    divergences += [(first + d.row + 1, d) for d in of_batch if first + d.row < len(texts)]
   return divergences
 
 

@@ -26,6 +26,7 @@ MAX_WEIGHT = 50.0  # largest weight of a draft token in the acceptance test over
 # bound, which pays off only with many draft tokens.
 MAX_SETTING_WEIGHT = 10.0
 MIN_PROB = 1e-4  # lower bound on probabilities in scores of log-probability
+POWER = 0.9  # probability with which an error of a "detectable" size is detected
 LAGS = range(1, 17)  # distances, in tokens, between the rounds that are compared
 
 
@@ -171,9 +172,7 @@ def drifts(scored: RoundScores, count: int) -> dict[str, list[Drift]]:
   }
 
 
-def detectable_bias(
-  scored: RoundScores, level: float, power: float = 0.9, max_weight: float = MAX_WEIGHT
-) -> float:
+def detectable_bias(scored: RoundScores, level: float, max_weight: float = MAX_WEIGHT) -> float:
   """Return the smallest bias b of acceptance that `acceptance_drift` detects at `level`.
 
   With bias b, the acceptance probability is min(1, (1 + b) a) instead of a. The result is infinite
@@ -181,7 +180,7 @@ def detectable_bias(
   """
   a, weight = scored.probability, _weight(scored.probability, max_weight)
   critical = acceptance_drift(scored, max_weight).critical(level)
-  deviations = stats.norm.isf(1 - power)
+  deviations = stats.norm.isf(1 - POWER)
 
   def beyond(bias: float) -> float:
     biased = np.minimum(1, (1 + bias) * a)
@@ -191,22 +190,22 @@ def detectable_bias(
   return optimize.brentq(beyond, 0, 1e6) if beyond(1e6) > 0 else math.inf
 
 
-def detectable_temperature(drift: Drift, level: float, power: float = 0.9) -> float:
+def detectable_temperature(drift: Drift, level: float) -> float:
   """Return the smallest relative error b of the temperature that a test detects.
 
   A temperature of 1 - b times the correct one multiplies log-probabilities by 1 / (1 - b). To first
   order, this moves the mean of each log-probability score by b / (1 - b) times its variance. The
   result is infinite if all scores have variance 0.
   """
-  tilt = detectable_shift(drift, level, power)
+  tilt = detectable_shift(drift, level)
   return tilt / (1 + tilt) if math.isfinite(tilt) else tilt
 
 
-def detectable_shift(drift: Drift, level: float, power: float = 0.9) -> float:
+def detectable_shift(drift: Drift, level: float) -> float:
   """Return the smallest s such that a shift of each mean by s times its variance is detected."""
   if not drift.variance:
     return math.inf
-  deviations = stats.norm.isf(1 - power)
+  deviations = stats.norm.isf(1 - POWER)
   return (drift.critical(level) + deviations * math.sqrt(drift.variance)) / drift.variance
 
 
@@ -270,7 +269,7 @@ def _acceptance_of_pairs(drafted: RoundScores) -> dict[str, Drift]:
   return correlations
 
 
-def between_rounds(scored: RoundScores, lags: range = LAGS) -> dict[str, Drift]:
+def between_rounds(scored: RoundScores) -> dict[str, Drift]:
   """Correlate scores at a given distance in an output, and scores of neighboring outputs.
 
   The distance is that between the starts of two rounds, for draft tokens at the same position,
@@ -279,7 +278,7 @@ def between_rounds(scored: RoundScores, lags: range = LAGS) -> dict[str, Drift]:
   """
   correlations: dict[str, Drift] = {}
   for name, score, variance, largest in [*_grids(scored)]:
-    for lag in lags:
+    for lag in LAGS:
       if lag < score.shape[1]:
         later = score[:, lag:], variance[:, lag:], largest
         correlations[f"{name} {lag} tokens apart"] = product(later, score[:, :-lag], largest)

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import itertools
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
@@ -10,7 +11,10 @@ import numpy as np
 from jax import Array
 
 from specdec_jax.core.arrays import gather
+from specdec_jax.core.decode import DecodeSettings
+from specdec_jax.core.sampling import row_keys
 from specdec_jax.core.trees import AnyTree, DynamicTree, Tree
+from specdec_jax.core.types import Keys
 from specdec_jax.pair import Pair
 
 
@@ -93,14 +97,14 @@ def shapes_of(tree: DynamicTree, count: int = 3) -> list[Tree]:
 
 
 def batches(
-  pair: Pair, texts: Sequence[str], batch_size: int
-) -> Iterator[tuple[np.ndarray, Array, int]]:
-  """Yield row numbers [B], prompts [B, P] and the number of rows that are not repeated.
+  pair: Pair, texts: Sequence[str], settings: DecodeSettings
+) -> Iterator[tuple[int, Array, Keys]]:
+  """Yield the number of the first row, prompts [B, P] and keys of batches, without end.
 
-  The last batch is filled up with the first texts. All prompts are padded to the longest text, so
-  that each program is compiled once.
+  The texts are repeated in order. All prompts are padded to the longest text, so that each program
+  is compiled once.
   """
-  prompts = pair.prompt(texts)
-  for first in range(0, len(texts), batch_size):
-    rows = np.arange(first, first + batch_size)
-    yield rows, prompts[rows % len(prompts)], int((rows < len(prompts)).sum())
+  prompts, size = pair.prompt(texts), settings.batch_size
+  for first in itertools.count(0, size):
+    rows = np.arange(first, first + size) % len(prompts)
+    yield first, prompts[rows], row_keys(settings.seed, first, size)

@@ -20,7 +20,7 @@ from specdec_jax.core.context import Context
 from specdec_jax.core.counts import require_finite
 from specdec_jax.core.decode import Decoder, DecodeSettings
 from specdec_jax.core.processors import Processors
-from specdec_jax.core.sampling import Sampling, row_keys
+from specdec_jax.core.sampling import Sampling
 from specdec_jax.core.trees import Tree, require_static
 from specdec_jax.core.types import (
   DecodeResult,
@@ -32,6 +32,7 @@ from specdec_jax.core.types import (
   WrappedDraft,
 )
 from specdec_jax.exactness.martingale import MIN_PROB, RoundScores, Scores, joined
+from specdec_jax.exactness.paths import batches
 from specdec_jax.exactness.processed import target_probs
 from specdec_jax.pair import Pair
 
@@ -187,11 +188,8 @@ def score_rounds(
   the means of the scores stay 0. The recorded q take 4 V W bytes for each token of a batch.
   `decode` comes from `recorded`, with the same `processors`, which also apply to p.
   """
-  prompts, parts, count, first = pair.prompt(texts), [], 0, 0
-  batch_size = settings.batch_size
-  while count < num_draft_tokens:
-    prompt = prompts[np.arange(first, first + batch_size) % len(texts)]
-    keys = row_keys(settings.seed, first, batch_size)
+  parts, count = [], 0
+  for first, prompt, keys in batches(pair, texts, settings):
     result, tried = decode(prompt, keys, max_new_tokens=settings.max_new_tokens)
     longest = -(-int(require_finite(result).lengths.max()) // 32) * 32  # few shapes, few programs
     tokens, tried = result.tokens[:, :longest], TriedDraftTokens(*(x[:, :longest] for x in tried))
@@ -201,7 +199,8 @@ def score_rounds(
     scored = scored._replace(row=scored.row + first)
     parts.append(scored.where((visited > 0) & is_text[..., None]))
     count += sum(int(x.sum()) for x in result.rounds.acceptance_counts())
-    first += batch_size
+    if count >= num_draft_tokens:
+      break
   return joined(parts)
 
 

@@ -37,7 +37,7 @@ from specdec_jax.core.types import (
   Verifier,
   WrappedDraft,
 )
-from specdec_jax.exactness.martingale import TOKEN_SCORES, Drift
+from specdec_jax.exactness.martingale import POWER, TOKEN_SCORES, Drift
 from specdec_jax.exactness.paths import shapes_of
 from specdec_jax.exactness.processed import target_distribution
 from specdec_jax.exactness.round_scores import token_scores
@@ -197,7 +197,7 @@ class TextCounts(NamedTuple):
       return np.zeros(len(self.statistic))
     return np.where(self.freedom > 0, stats.chi2.sf(self.statistic, self.freedom), 1.0)
 
-  def detectable(self, level: float, power: float = 0.9) -> float:
+  def detectable(self, level: float) -> float:
     """Return the total variation distance of the first token that is detected at `level`.
 
     It is the root mean square over the texts before the token.
@@ -207,7 +207,7 @@ class TextCounts(NamedTuple):
     critical = stats.chi2.isf(level, self.freedom[0])
 
     def missed(strength: float) -> float:
-      return stats.ncx2.cdf(critical, self.freedom[0], strength) - (1 - power)
+      return stats.ncx2.cdf(critical, self.freedom[0], strength) - (1 - POWER)
 
     # n sum (p' - p)^2 / p is at least n (2 TV)^2.
     return math.sqrt(optimize.brentq(missed, 1e-3, 1e5) / self.num_tokens[0]) / 2

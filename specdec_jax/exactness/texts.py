@@ -25,11 +25,11 @@ from specdec_jax.core.arrays import gather_token
 from specdec_jax.core.counts import require_finite
 from specdec_jax.core.decode import DecodeSettings
 from specdec_jax.core.processors import Processors
-from specdec_jax.core.sampling import row_keys
 from specdec_jax.core.trees import chain
 from specdec_jax.core.types import DecodeResult, DraftOptions
 from specdec_jax.exactness.argmax import Decode
 from specdec_jax.exactness.martingale import TOKEN_SCORES, Drift, product
+from specdec_jax.exactness.paths import batches
 from specdec_jax.exactness.processed import target_probs
 from specdec_jax.exactness.round_scores import token_scores
 from specdec_jax.measure.alpha import draft_probs
@@ -84,13 +84,10 @@ def score_texts(
   Texts are decoded repeatedly if necessary, as in `round_scores.score_rounds`. `processors` are
   those that `decode` applies.
   """
-  prompts, parts, first, count, impossible = pair.prompt(texts), [], 0, 0, 0
-  batch_size, limit = settings.batch_size, settings.max_new_tokens
-  sampling, target = settings.sampling, pair.target
+  parts, count, impossible = [], 0, 0
+  sampling, limit, target = settings.sampling, settings.max_new_tokens, pair.target
   draft = pair.draft.build(sampling, chain(1), DraftOptions())
-  while count < num_tokens:
-    prompt = prompts[np.arange(first, first + batch_size) % len(texts)]
-    keys = row_keys(settings.seed, first, batch_size)
+  for _, prompt, keys in batches(pair, texts, settings):
     result = jax.device_get(require_finite(decode(prompt, keys, max_new_tokens=limit)))
     tokens = jnp.asarray(result.tokens)
     p = target_probs(target.model, target.params, prompt, tokens, sampling, limit, processors)
@@ -102,7 +99,8 @@ def score_texts(
     is_wrong = (gather_token(p, tokens) <= 0) | (is_eos & (slots < lengths - 1))
     is_wrong |= ~is_eos & (slots == lengths - 1) & (lengths < limit)
     impossible += int((is_wrong & (slots < lengths)).any(axis=1).sum())
-    first, count = first + batch_size, count + int(lengths.sum())
+    if (count := count + int(lengths.sum())) >= num_tokens:
+      break
   by_token, by_draft = jax.tree.map(lambda *x: np.concatenate(x).astype(float), *parts)
   of_kind = {
     kind: (getattr(by_token, score), getattr(by_token, variance), bound)

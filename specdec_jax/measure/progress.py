@@ -39,4 +39,4 @@ class Progress(progress.Progress):
       return
     self._next_line, task = time.monotonic() + EVERY, self._tasks[task_id]
     total = "" if task.total is None else f" of {task.total:g}"
-    print(f"{task.description}: {task.completed:.3g}{total}", file=sys.stderr, flush=True)
+    print(f"{task.description}: {round(task.completed, 2):g}{total}", file=sys.stderr, flush=True)

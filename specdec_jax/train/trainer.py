@@ -17,11 +17,11 @@ import optax
 import orbax.checkpoint as ocp
 from jax import Array
 from jax.sharding import NamedSharding, PartitionSpec
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from specdec_jax.core.atomic_files import atomic_write
 from specdec_jax.errors import InputError, require_count, require_number
 from specdec_jax.measure.machine import commit
+from specdec_jax.measure.progress import Progress
 from specdec_jax.models.partitioning import make_mesh, param_shardings
 from specdec_jax.train.batches import PADDING, Batch, ParallelText, epoch_batches, padded_batches
 from specdec_jax.train.objectives import Objective
@@ -155,7 +155,7 @@ def train(
     scored = {"epoch": epoch, "step": step, **means, "bleu": score, **of_training}
     metrics: dict[str, Any] = {**scored, "commit": commit()}
     _write_metrics(output / "metrics.jsonl", metrics)
-    bar.console.print(json.dumps(metrics))
+    print(json.dumps(metrics), flush=True)
 
   def save(step: int, losses: list[Array]) -> None:
     _require_finite(step, losses, state["params"])
@@ -163,14 +163,14 @@ def train(
 
   options = ocp.CheckpointManagerOptions(max_to_keep=2, create=True)
   manager = ocp.CheckpointManager(output / "checkpoints", options=options)
-  with manager as checkpoints, _progress_bar() as bar:
+  with manager as checkpoints, Progress() as bar:
     if checkpoints.latest_step() is not None:
       restore = ocp.args.StandardRestore(jax.tree.map(ocp.utils.to_shape_dtype_struct, state))
       state = checkpoints.restore(checkpoints.latest_step(), args=restore)
     step = int(state["step"])
     if step == 0 and init is not None and bleu:
       write_scores(0, step, train_loss=None, tokens_per_s=0.0, seconds=0.0)
-    task = bar.add_task("training", total=total, completed=step, note="")
+    task = bar.add_task("training", total=total, completed=step)
     while step < total:
       epoch, skip = divmod(step, steps_per_epoch)
       batches = batches_of(train_pairs, seed=settings.seed, epoch=epoch)[skip:]
@@ -185,9 +185,7 @@ def train(
           recent = np.mean(_require_finite(step, losses[-20:]))
           rate = tokens / (time.perf_counter() - since)
           note = f"epoch {epoch + 1}/{settings.epochs}  loss {recent:.3f}  {rate:,.0f} tokens/s"
-          bar.update(task, completed=step, note=note)
-          if step % settings.save_every == 0 and not bar.console.is_terminal:
-            bar.console.print(f"step {step}/{total}  {note}")  # in place of the bar
+          bar.update(task, completed=step, description=note)
         if step % settings.save_every == 0 and step % steps_per_epoch != 0:
           save(step, losses)
       train_loss = float(np.mean(_require_finite(step, losses, state["params"])))
@@ -229,13 +227,3 @@ def _write_metrics(path: pathlib.Path, metrics: dict) -> None:
   lines = [line for line in lines if json.loads(line)["epoch"] < metrics["epoch"]]
   with atomic_write(path) as file:
     file.write("\n".join([*lines, json.dumps(metrics), ""]))
-
-
-def _progress_bar() -> Progress:
-  return Progress(
-    TextColumn("{task.description}"),
-    BarColumn(),
-    MofNCompleteColumn(),
-    TimeRemainingColumn(),
-    TextColumn("{task.fields[note]}"),
-  )

@@ -14,13 +14,13 @@ from experiments.learned_drafts.online import (
   serve_and_learn,
   serve_and_store,
 )
+from specdec_jax.contrib.retrieval import retrieval
 from specdec_jax.core.decode import Decoder
 from specdec_jax.core.sampling import Sampling
 from specdec_jax.core.trees import chain
 from specdec_jax.core.types import Params
 from specdec_jax.core.verify.tokens import TokenVerifier
 from specdec_jax.drafts.heads import new_head
-from specdec_jax.drafts.retrieval import retrieval
 from specdec_jax.drafts.stop_at_miss import stop_at_miss_draft
 from specdec_jax.load import load_pair
 from specdec_jax.measure import records

@@ -18,7 +18,7 @@ states (K or 1).
 """
 
 import dataclasses
-from typing import Any, ClassVar
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -120,14 +120,13 @@ class SharedEncoderT5(T5):
   """T5 whose decoder is a draft head; its encoder is never used."""
 
   head: Any = None  # a SharedEncoderHead; fields of a subclass need defaults
-  num_offsets: ClassVar[int | None] = None  # instead of those of the head
 
   def setup(self):
     super().setup()
     cfg, head = self.config, self.head
     self.state_norm, self.state = norm(cfg), Dense(cfg, cfg.emb_dim)
     # "age" is the name of the embedding of offsets in checkpoints.
-    shape = self.num_offsets or head.offsets, cfg.emb_dim
+    shape = head.offsets, cfg.emb_dim
     self.age = self.param("age", jax.nn.initializers.normal(1.0), shape, jnp.float32)
 
   def condition(
@@ -158,7 +157,7 @@ class SharedEncoderT5(T5):
     if not self.head.reads_features:
       return self.decoder(in_round, embedding, cross, cross_bias)[0]
     both = jnp.concatenate([x + self.condition(hidden, 0), in_round], axis=1)
-    _, own, _ = self.decoder(both, embedding, cross, cross_bias, tree=RoundsLayout(anchors))
+    _, own, _ = self.decoder(both, embedding, cross, cross_bias, tree=place_rounds(anchors))
     return self.decoder.logits(own[:, inputs.shape[1] :], embedding)
 
   def extend(
@@ -169,50 +168,41 @@ class SharedEncoderT5(T5):
     first: Int[Array, ""] | int = 0,
   ) -> tuple[Float[Array, "B K V"], Float[Array, "B K d"], Any]:
     x = self.token_embedder(tokens)
-    if cache.conditioning is not None:
-      size = tokens.shape[1], x.shape[2]
 
-      def read_row(row: Float[Array, "T d"], slot: Int[Array, ""]) -> Float[Array, "K d"]:
-        return lax.dynamic_slice(row, (slot, 0), size)
+    def read_row(row: Float[Array, "T d"], slot: Int[Array, ""]) -> Float[Array, "K d"]:
+      return lax.dynamic_slice_in_dim(row, slot, tokens.shape[1])
 
-      x = x + jax.vmap(read_row)(cache.conditioning, cache.length + first)
+    x = x + jax.vmap(read_row)(cache.conditioning, cache.length + first)
     return self.extend_embedded(cache, x, tree, first)
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
-class RoundsLayout:
-  """Layout of a block that holds each token of a text twice: committed, and in its round.
+def place_rounds(anchors: Int[Array, "B T"]) -> NodePlacement:
+  """Return the placement of a block that holds each token twice: committed, and in its round.
 
   A committed token attends to the committed tokens up to itself. A token in its round attends to
   the committed tokens before the round, and to the tokens of the round up to itself. The first
   token of a round, at its anchor, is the last committed one.
   """
-
-  anchors: Int[Array, "B T"]
-
-  def place(
-    self, length: Int[Array, " B"], first: Any, num_nodes: int, num_slots: int
-  ) -> NodePlacement:
-    batch, text = self.anchors.shape
-    position = jnp.arange(text)
-    not_after = position <= position[:, None]
-    start = self.anchors[:, :, None]
-    before_round = position < start
-    same_round = not_after & (self.anchors[:, None] == start)
-    committed = jnp.broadcast_to(not_after, same_round.shape)
-    positions = jnp.broadcast_to(jnp.tile(position, 2), (batch, 2 * text))
-    visible = jnp.block([[committed, jnp.zeros_like(committed)], [before_round, same_round]])
-    return NodePlacement(positions, positions, visible)
+  batch, text = anchors.shape
+  position = jnp.arange(text)
+  not_after = position <= position[:, None]
+  start = anchors[:, :, None]
+  before_round = position < start
+  same_round = not_after & (anchors[:, None] == start)
+  committed = jnp.broadcast_to(not_after, same_round.shape)
+  positions = jnp.broadcast_to(jnp.tile(position, 2), (batch, 2 * text))
+  visible = jnp.block([[committed, jnp.zeros_like(committed)], [before_round, same_round]])
+  return NodePlacement(positions, positions, visible)
 
 
 @struct.dataclass
 class SharedEncoderCache(Cache):
   """Cache with the target's `cross`; `conditioning` is that of the token in each slot."""
 
-  conditioning: Float[Array, "B T d"] | None = None
+  conditioning: Any = None  # [B, T, d]; fields of a subclass need defaults
 
   def repeat_rows(self, count: int) -> "SharedEncoderCache":
-    conditioning = jax.tree.map(lambda x: jnp.repeat(x, count, axis=0), self.conditioning)
+    conditioning = jnp.repeat(self.conditioning, count, axis=0)
     return super().repeat_rows(count).replace(conditioning=conditioning)
 
 
@@ -274,7 +264,7 @@ class SharedEncoderModel(T5Model):
     path: Int[Array, "B D"] | None = None,
   ) -> Any:
     committed = super().commit(cache, length, tree, path)
-    if path is None or cache.conditioning is None:
+    if path is None:
       return committed
     moved = gather(cache.conditioning, cache.length[:, None] + path)
     return with_conditioning(committed, moved, cache.length + 1)
@@ -284,7 +274,6 @@ def with_conditioning(
   cache: SharedEncoderCache, new: Float[Array, "B M d"], slot: Int[Array, " B"]
 ) -> SharedEncoderCache:
   """Write the conditioning of M tokens from a slot on."""
-  assert cache.conditioning is not None
   written = write_slots(cache.conditioning[:, None], new[:, None], slot)[:, 0]
   return cache.replace(conditioning=written)
 

@@ -10,6 +10,7 @@ or of its states, and d_out that of the states that a step returns.
 
 import abc
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any, ClassVar
 
@@ -39,7 +40,7 @@ from specdec_jax.drafts.model import draft_tree
 from specdec_jax.models.families import Config, module_of
 from specdec_jax.models.layers import Attention, Dense, Mlp, norm
 
-WIDTH = 8  # see `LevelwiseDraft`
+WIDTH = 8  # see `SpeculatorDraft`
 
 
 class StatelessModule(nn.Module):
@@ -122,16 +123,18 @@ class SourceLayer(nn.Module):
 
 
 @dataclasses.dataclass(frozen=True)
-class LevelwiseDraft(Draft):
-  """A draft that proposes level by level with a learned head.
+class SpeculatorDraft(Draft):
+  """A draft that proposes level by level with a head without a cache.
 
-  For a dynamic tree, WIDTH nodes per level are processed, with WIDTH candidate children each.
+  Its parameters are (parameters of the head, the target's parameters that its logits need). For a
+  dynamic tree, WIDTH nodes per level are processed, with WIDTH candidate children each.
   """
 
   head: Any
   sampling: Sampling
   tree: AnyTree
   options: DraftOptions
+  target: Config
 
   def __post_init__(self):
     if not self.head.any_depth:
@@ -173,16 +176,6 @@ class LevelwiseDraft(Draft):
       return grow(self.tree, self.width, *inputs)[0]
     return draft_tree(self, logits, extend_level, states, context, rng)[0]
 
-
-@dataclasses.dataclass(frozen=True)
-class SpeculatorDraft(LevelwiseDraft):
-  """A draft that proposes with a head without a cache.
-
-  Its parameters are (parameters of the head, the target's parameters that its logits need).
-  """
-
-  target: Config
-
   def propose(self, params: Any, state: Any, context: Context, rng: Keys) -> tuple[Proposal, Any]:
     source = source_of(self.head, context)
     module, variables = self.head.module, {"params": params[0]}
@@ -192,7 +185,7 @@ class SpeculatorDraft(LevelwiseDraft):
       context.last_token,
       self.tree.depth,
       source,
-      self.project(params[1]),
+      projection(self.target, params[1]),
       method="begin",
     )
 
@@ -203,14 +196,10 @@ class SpeculatorDraft(LevelwiseDraft):
 
     return self.propose_levels(step, states, context, rng), state
 
-  def project(self, target_params: Any) -> Callable[[Array], Array]:
-    """Return the function from hidden states [..., E] to the target's logits [..., V]."""
-    target_module = module_of(self.target)
 
-    def project(hidden: Float[Array, "*batch E"]) -> Float[Array, "*batch V"]:
-      return target_module.apply({"params": target_params}, hidden, method="logits")
-
-    return project
+def projection(target: Config, params: Any) -> Callable[[Array], Array]:
+  """Return the function from hidden states [..., E] to the logits [..., V] of a target."""
+  return functools.partial(module_of(target).apply, {"params": params}, method="logits")
 
 
 def source_of(head: DraftHead, context: Context) -> Source:
@@ -261,7 +250,6 @@ class StatelessHead(DraftHead):
     self, params: Any, target: Config, target_params: Any, outputs: TargetOutputs, stride: int
   ) -> TrainingLogits:
     """Return the logits of the draft tokens after each anchor, from its hidden state."""
-    target_module = module_of(target)
     positions = round_positions(outputs.inputs, outputs.rng, stride, self.gamma)
 
     def repeat_for_anchors(x: Array) -> Array:
@@ -270,16 +258,13 @@ class StatelessHead(DraftHead):
     def merge_anchors(x: Array) -> Array:
       return x.reshape(-1, *x.shape[2:])  # [B, A, ...] -> [B A, ...]
 
-    def project(hidden: Array) -> Array:
-      return target_module.apply({"params": target_params}, hidden, method="logits")
-
     source: tuple[Any, Any] = None, None
     if self.has_encoder:
       cross = outputs.cache.cross[-1], outputs.cache.cross_bias
       source = jax.tree.map(repeat_for_anchors, cross)
     hidden = gather_positions(outputs.hidden, positions[..., :1])[:, :, 0]
     previous = gather_positions(outputs.inputs, positions)
-    logits = self.module.apply(
-      {"params": params}, merge_anchors(hidden), merge_anchors(previous), source, project
-    )
+    inputs = merge_anchors(hidden), merge_anchors(previous), source
+    project = projection(target, target_params)
+    logits = self.module.apply({"params": params}, *inputs, project)
     return TrainingLogits(logits.reshape(*positions.shape, -1), positions)

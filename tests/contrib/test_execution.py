@@ -5,13 +5,14 @@ import threading
 import numpy as np
 import pytest
 
+from specdec_jax.contrib.execution import speculative_execution
 from specdec_jax.errors import InputError
-from specdec_jax.theory import speculative_execution
+
+pytestmark = pytest.mark.slow
 
 P, Q = np.array([0.5, 0.3, 0.2, 0.0]), np.array([0.2, 0.3, 0.1, 0.4])
 
 
-@pytest.mark.slow
 def test_y_has_the_distribution_of_f_for_any_q():
   """Frequencies over 5,000 samples are within five standard deviations of P.
 

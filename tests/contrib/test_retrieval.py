@@ -9,10 +9,12 @@ import tiny
 import tiny_pair
 from test_backoff import EOS, ROWS, propose, written
 
+from specdec_jax.contrib import retrieval
+from specdec_jax.contrib.retrieval import RetrievalDraft, build_datastore, with_texts
 from specdec_jax.core.trees import DynamicTree, Tree, chain
-from specdec_jax.drafts import retrieval
-from specdec_jax.drafts.retrieval import RetrievalDraft, build_datastore, with_texts
 from specdec_jax.errors import InputError
+
+pytestmark = pytest.mark.slow
 
 STORE = [token for row in ROWS for token in (0, *row)]
 TEXTS = [[0, *row[:length]] for row, length in zip(ROWS, (0, 1, 2, 3, 5, 4))]
@@ -39,7 +41,6 @@ def counted(text, max_context, depth) -> Counter:
   return Counter(run[: d + 1] for run in runs for d in range(len(run)))
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("tree", [chain(4), Tree((0, 0, 0, 1, 1, 2, 4))], ids=["chain", "tree"])
 def test_most_frequent_children_of_each_node_are_proposed(tree):
   draft_tokens = propose(RetrievalDraft(tree, 3, 300), build_datastore(ROWS), TEXTS).tokens.tolist()
