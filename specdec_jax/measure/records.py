@@ -38,7 +38,7 @@ class Models:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class MeasurementSettings:
-  """MeasurementSettings of a measurement, without models and machine."""
+  """Settings of a measurement, without models and machine."""
 
   task: str | None = None  # name of the inputs
   num_examples: int | None = None  # number of inputs

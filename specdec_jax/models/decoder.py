@@ -1,4 +1,4 @@
-"""DecoderStack of encoder-decoders and of decoder-only models, which processes blocks of tokens.
+"""Decoder of encoder-decoders and of decoder-only models, which processes blocks of tokens.
 
 The decoder of an encoder-decoder also attends to a source. The decoder has four uses: the
 teacher-forced pass (a block of all tokens, without a cache), the prefill of a decoder-only model (a
@@ -42,7 +42,7 @@ KeysValues = tuple[Array, ...]
 
 
 class DecoderLayer(nn.Module):
-  """DecoderStack layer: causal self-attention, cross-attention if there is a source, feed-forward."""
+  """Decoder layer: causal self-attention, cross-attention if there is a source, feed-forward."""
 
   config: TransformerConfig
 
