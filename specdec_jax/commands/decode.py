@@ -13,7 +13,7 @@ from typing import Any, Literal
 from specdec_jax.core.generation_config import GenerationConfig
 from specdec_jax.core.identity import require_same
 from specdec_jax.core.trees import given_tree
-from specdec_jax.errors import InputError, require_count, require_seed
+from specdec_jax.errors import InputError, require_count, require_seed, require_text
 from specdec_jax.files.job import (
   Job,
   exclusive,
@@ -82,6 +82,7 @@ def decode(
       another job, or it is local and another run is writing to it.
   """
   require_seed(seed)
+  require_text("prefix", prefix)
   generation = generation or GenerationConfig()
   counts = dict(batch_size=batch_size, num_shards=num_shards)
   for name, count in (counts | ({} if num_texts is None else {"num_texts": num_texts})).items():
@@ -101,6 +102,8 @@ def decode(
   if isinstance(texts, str):
     records = beam_pipeline.read_sources(texts)[:num_texts]
   else:
+    for place, text in enumerate(texts):
+      require_text(f"texts[{place}]", text)
     records, prefix = [{"source": text} for text in texts[:num_texts]], ""
   arguments: dict[str, Any] = dict(gamma=gamma, tree=tree, batch_size=batch_size, seed=seed)
   arguments |= dict(prefix=prefix, lenience=lenience)

@@ -12,7 +12,7 @@ from rich.console import Console
 
 from specdec_jax.core.generation_config import GenerationConfig
 from specdec_jax.data.text import decoded_lines, read_lines
-from specdec_jax.errors import InputError, require_count
+from specdec_jax.errors import InputError, require_count, require_text
 from specdec_jax.files.job import Job, open_output, plan, records_digest, tree_of
 from specdec_jax.files.records import (
   Record,
@@ -76,6 +76,7 @@ def translate(
       a file of sources, or OUTPUT.part belongs to another job (`files.job`).
   """
   require_count("num_texts", num_texts)
+  require_text("prefix", prefix)
   source = 0 if input == "-" else input or ""
   if os.path.isfile(source) and os.path.exists(output) and os.path.samefile(source, output):
     raise InputError(f"{output} is the input and the output; name another output.")
