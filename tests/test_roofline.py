@@ -186,3 +186,7 @@ def test_page_has_the_shares_if_they_were_measured():
   assert all(meaning in page.text for meaning in legend(ROOFLINE).values())
   assert "200%" in [cell.text for cell in page.all("td")]
   assert heading not in parsed([RECORD]).text
+  measured = MEASURED.replace(round_ms=7.25, unaccounted_ms=0.125)
+  for page, is_shown in ((parsed([measured]), True), (parsed([MEASURED]), False)):
+    assert ("Time of a round" in [h.text for h in page.all("h2")]) == is_shown
+    assert ({"7.25", "0.12"} <= {cell.text for cell in page.all("td")}) == is_shown

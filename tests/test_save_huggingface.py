@@ -31,6 +31,21 @@ def test_exported_weights_are_loaded_unchanged(tmp_path, fields, dtype):
   jax.tree.map(np.testing.assert_array_equal, stored.load(config), params)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("num_decoder_layers", [1, 2, 3])
+def test_transformers_generates_from_exported_weights(tmp_path, num_decoder_layers):
+  transformers = pytest.importorskip("transformers", reason="transformers is not installed")
+  torch = pytest.importorskip("torch", reason="PyTorch is not installed")
+  config = tiny.config(num_decoder_layers=num_decoder_layers)
+  assert config.num_encoder_layers == 2
+  save_huggingface(str(tmp_path), config, tiny_pair.random_params(config, 1))
+  model = transformers.T5ForConditionalGeneration.from_pretrained(tmp_path)
+  prompt, options = torch.tensor([[5, 6, 7, 1]]), dict(max_new_tokens=8, do_sample=False)
+  without_cache = model.generate(prompt, use_cache=False, **options)
+  assert without_cache.shape[1] > 2
+  assert model.generate(prompt, use_cache=True, **options).tolist() == without_cache.tolist()
+
+
 def test_exported_arrays_have_the_names_of_transformers(tmp_path):
   config = tiny.config(layers=1)
   save_huggingface(str(tmp_path), config, tiny_pair.random_params(config, 1))

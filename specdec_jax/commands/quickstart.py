@@ -8,6 +8,7 @@ from rich.padding import Padding
 from rich.text import Text
 
 from specdec_jax.commands.speedup import decode_examples, speedup
+from specdec_jax.core.counts import identical
 from specdec_jax.core.decode import DecodeSettings
 from specdec_jax.core.rounds import LEGEND, TREE_LEGEND, Example, round_text
 from specdec_jax.core.sampling import Sampling, row_keys
@@ -54,10 +55,9 @@ def quickstart(
   tree = chain(sorted(gammas)[len(gammas) // 2])
   show_examples(decode_examples(pair, sentences, [argmax], tree), show_rounds)
   print(
-    f"These sentences again, one at a time: {_speedup(pair, sentences, argmax, tree):.1f} times as "
-    f"fast as autoregressive decoding (gamma {tree.depth}, argmax).\n\nAccurate measurements with "
-    f"{len(gammas)} gammas and {len(temperatures)} temperatures, repeats: {repeats}. They take "
-    "minutes; --repeats 1 is fastest.\n",
+    f"These sentences again, one at a time: {_speedup(pair, sentences, argmax, tree)}\n\n"
+    f"Accurate measurements with {len(gammas)} gammas and {len(temperatures)} temperatures, "
+    f"repeats: {repeats}. They take minutes; --repeats 1 is fastest.\n",
     flush=True,
   )
   speedup(
@@ -72,8 +72,8 @@ def quickstart(
   )
 
 
-def _speedup(pair: Pair, texts: Sequence[str], settings: DecodeSettings, tree: Tree) -> float:
-  """Return autoregressive decoding's time for the texts over that of speculative decoding.
+def _speedup(pair: Pair, texts: Sequence[str], settings: DecodeSettings, tree: Tree) -> str:
+  """Return how fast the texts are decoded at temperature 0, and if the outputs are identical.
 
   `speedup` reuses the compiled programs.
   """
@@ -82,8 +82,12 @@ def _speedup(pair: Pair, texts: Sequence[str], settings: DecodeSettings, tree: T
   decodes = baseline, pair.decode_fn(settings.sampling, tree)
   prompts = [pair.prompt([text]) for text in texts if pair.can_decode(text)]
   calls = [[functools.partial(f, prompt, **options) for prompt in prompts] for f in decodes]
-  (plain, speculative), _ = interleaved_medians(calls, repeats=1)
-  return sum(plain) / sum(speculative)
+  (plain, speculative), outputs = interleaved_medians(calls, repeats=1)
+  return (
+    f"{sum(plain) / sum(speculative):.1f} times as fast as autoregressive decoding (gamma "
+    f"{tree.depth}, argmax). The outputs {'are identical' if identical(*outputs) else 'DIFFER'}, "
+    "token for token."
+  )
 
 
 def show_examples(examples: Iterable[Example], show_rounds: int) -> None:

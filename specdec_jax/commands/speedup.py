@@ -11,10 +11,10 @@ from specdec_jax.data.text import read_lines
 from specdec_jax.generate import GenerateCall
 from specdec_jax.measure.calibrate import resolve_gammas
 from specdec_jax.measure.records import Record, read, results_path
-from specdec_jax.measure.report import report
+from specdec_jax.measure.report import best_results, report
 from specdec_jax.measure.speed import Baseline, own_baseline, speed_steps
 from specdec_jax.measure.sweep import sweep
-from specdec_jax.measure.tables import BUDGET, ROOFLINE, Table, records_table, speed_table
+from specdec_jax.measure.tables import speed_table
 from specdec_jax.pair import Pair
 
 
@@ -36,7 +36,7 @@ def speedup(
   references: str | Sequence[str] | None = None,
   metric: str = "BLEU",
 ) -> None:
-  """Measure the speedup on texts, print a table, and write `results.jsonl` and `report.html`.
+  """Measure the speedup on texts, print it, and write `results.jsonl` and `report.html`.
 
   Args:
     output_dir: folder for both files. Settings that it already records are not measured again.
@@ -68,13 +68,6 @@ def speedup(
   results = results_path(output_dir)
   resolved = resolve_gammas(gammas, pair, texts, settings)
 
-  def tables(measured: list[Record]) -> list[Table]:
-    speeds = speed_table(measured)
-    return [
-      speeds,
-      *(records_table(speeds.title, measured, columns) for columns in (BUDGET, ROOFLINE)),
-    ]
-
   def page(measured: list[Record]) -> str:
     shown = texts[: max(0, report_examples)]
     examples = decode_examples(pair, shown, settings, chain(resolved[len(resolved) // 2]))
@@ -82,7 +75,8 @@ def speedup(
     return report(read(results), [*examples], title)
 
   steps = speed_steps(pair, texts, settings, resolved, repeats, baseline(pair), references, metric)
-  sweep(output_dir, steps, tables, page)
+  measured = sweep(output_dir, steps, lambda measured: [speed_table(measured)], page)
+  print("", *best_results(measured), sep="\n")
 
 
 def decode_examples(

@@ -64,16 +64,15 @@ class Result(NamedTuple):
   text: str  # rest of the sentence
   kind: str  # 'differs' if an output differs from the baseline's, 'slower', or ''
 
+  def __str__(self) -> str:
+    return f"{self.series}: {f'{self.speedup} {self.text}'.strip()}."
+
 
 def report(records: Sequence[Record], examples: Sequence[Example], title: str) -> str:
-  """Return a page with results, tables, charts, and rounds to step through.
-
-  If several records have the same setting, the last one is used.
-  """
-  series = _series([*{r.key: r for r in records}.values()])
+  """Return a page with results, tables, charts, and rounds to step through."""
+  series = _series(records)
   records = [r for group in series.values() for r in group]
   columns = (*tables.with_quality(records, _COLUMNS), *_OTHER_COLUMNS)
-  has_bytes = any(r.times.memory_gb_per_s is not None for r in records)
   return page(
     title,
     records,
@@ -100,12 +99,22 @@ def report(records: Sequence[Record], examples: Sequence[Example], title: str) -
         f"differs slightly. A rate of fewer than {FEW} draft tokens has their approximate number.",
       ),
       Section("Round by round", examples=examples),
-      Section(
-        "Bytes over bandwidth", _table(records, tables.ROOFLINE) if has_bytes else None, folded=True
+      *(
+        Section(heading, _table(records, columns), folded=True)
+        for heading, columns, measured in (
+          ("Time of a round", tables.BUDGET, "round_ms"),
+          ("Bytes over bandwidth", tables.ROOFLINE, "memory_gb_per_s"),
+        )
+        if any(getattr(r.times, measured) is not None for r in records)
       ),
     ],
-    [_result(name, group) for name, group in series.items()],
+    best_results(records),
   )
+
+
+def best_results(records: Sequence[Record]) -> list[Result]:
+  """Return the result of each series of records that differ only in gamma."""
+  return [_result(name, group) for name, group in _series(records).items()]
 
 
 def page(
@@ -141,7 +150,11 @@ def _table(records: Sequence[Record], columns: Sequence[Column]) -> Table:
 
 
 def _series(records: Sequence[Record]) -> Mapping[str, list[Record]]:
-  """Group records that differ only in gamma by a description, and sort each group by gamma."""
+  """Group records that differ only in gamma by a description, and sort each group by gamma.
+
+  If several records have the same setting, the last one is used.
+  """
+  records = [*{r.key: r for r in records}.values()]
   series: dict[str, list[Record]] = {}
   _, varying = tables.shared_and_varying(records, SETTINGS | DETAILS)
   for r in records:

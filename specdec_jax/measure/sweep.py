@@ -64,8 +64,8 @@ def sweep(
   steps: Iterable[Step] | Callable[[], Iterable[Step]],
   tables: Callable[[list[Record]], Iterable[Table]],
   page: Callable[[list[Record]], str] | None = None,
-) -> None:
-  """Measure missing settings, then print tables and write a page with the records of all settings.
+) -> list[Record]:
+  """Measure missing settings, and return all records, after tables and a page of them.
 
   Args:
     output_dir: folder of `results.jsonl` and `report.html`, opened before the first step.
@@ -79,6 +79,7 @@ def sweep(
     with atomic_write(report) as file:
       file.write(page(measured))
   show(tables(measured), results, report)
+  return measured
 
 
 def show(

@@ -133,6 +133,7 @@ def fields_of(config: T5Config) -> dict[str, Any]:
     architectures=["T5ForConditionalGeneration"],
     model_type="t5",
     is_encoder_decoder=True,
+    decoder_layers=config.num_decoder_layers,  # transformers 5.24 reads the size of its cache here
     vocab_size=config.table_size,
     feed_forward_proj=("gated-" if config.gated else "") + config.activation,
     tie_word_embeddings=config.tied_logits,
