@@ -145,8 +145,9 @@ def checkpoint_draft(
   dtype: str | None = None,
   kernels: str = "auto",
   weights: Weights | None = None,
-  output_tokens: OutputTokens | None = None,
   vocabulary: str | None = None,
+  *,
+  output_tokens: OutputTokens | None = None,
   shardings: ShardingsFn = None,
 ) -> DraftSpec:
   """Load a model or a draft head from a checkpoint as a draft, for example for a composed draft.
@@ -157,11 +158,11 @@ def checkpoint_draft(
     dtype: see `load_pair`; by default the target's.
     kernels: see `load_pair`.
     weights: see `draft_weights` of `load_pair`.
-    output_tokens: function from a vocabulary to the tokens that the draft may propose, such as
-      `frequent_tokens` with its other arguments bound; by default, all tokens.
     vocabulary: the model's own vocabulary, if it is not that of the pair: path of the file, or a
       Hugging Face folder or name. The draft then proposes the tokens that both vocabularies have
       (`drafts.other_vocabulary`).
+    output_tokens: function from a vocabulary to the tokens that the draft may propose, such as
+      `frequent_tokens` with its other arguments bound; by default, all tokens.
     shardings: see `load_pair`.
   """
   opened = _open_draft(model)

@@ -30,6 +30,11 @@ class Entry(NamedTuple):
   use: str
   settings: Mapping[str, Any] = {}
 
+  @property
+  def is_on_shelf(self) -> bool:
+    """Whether it is in `contrib`: complete and tested, and slower here than others."""
+    return self.path.startswith(_SHELF)
+
 
 _COMPOSED, _SHELF = "specdec_jax.drafts.composed", "specdec_jax.contrib"
 _MODEL = "specdec_jax.load:checkpoint_draft"
@@ -37,7 +42,7 @@ _PROMPT_LOOKUP = "specdec_jax.drafts.prompt_lookup:prompt_lookup"
 _STOP_AT_MISS = "specdec_jax.drafts.stop_at_miss:stop_at_miss_draft"
 
 DRAFTS = {
-  # What one would use.
+  # Drafts by themselves.
   "model": Entry(_MODEL, "a smaller model of the same task exists"),
   "prompt_lookup": Entry(_PROMPT_LOOKUP, "outputs repeat their sources; nothing to train"),
   "prompt_lookup_to_the_end": Entry(
@@ -72,7 +77,15 @@ DRAFTS = {
     "the target is deep and there is no other model",
     {"layers": (0, 1)},
   ),
-  "tree": Entry(f"{_COMPOSED}:tree_draft", "a tree of any of these, of gamma levels"),
+  "frequent_tokens": Entry(
+    "specdec_jax.load:frequent_tokens_draft", "the vocabulary is large (FR-Spec)"
+  ),
+  "other_vocabulary": Entry(
+    "specdec_jax.load:other_vocabulary_draft",
+    "the only small model has a vocabulary of its own (TLI)",
+  ),
+  # Made of other drafts.
+  "tree": Entry(f"{_COMPOSED}:tree_draft", "a tree of another draft, of gamma levels"),
   "one_pass_tree": Entry(
     f"{_COMPOSED}:tree_draft",
     "a dynamic tree from a head that runs once per round (DDTree)",
@@ -98,58 +111,52 @@ DRAFTS = {
     "the draft model is better at another temperature (Section 6)",
     {"draft": "model"},
   ),
-  "frequent_tokens": Entry(
-    "specdec_jax.load:frequent_tokens_draft", "the vocabulary is large (FR-Spec)"
-  ),
-  "other_vocabulary": Entry(
-    "specdec_jax.load:other_vocabulary_draft",
-    "the only small model has a vocabulary of its own (TLI)",
-  ),
+  # Baselines of the paper.
   "unigram": Entry("specdec_jax.drafts.ngram:unigram", "Table 3: the cheapest model"),
   "bigram": Entry("specdec_jax.drafts.ngram:bigram", "Table 3: the cheapest useful model"),
   "uniform": Entry("specdec_jax.drafts.uniform:uniform", "a lower bound (Section 3.6)"),
   # The shelf: complete and tested, and slower here than the ones above.
   "stopping": Entry(
     f"{_SHELF}.stopping:stopping_draft",
-    "shelf: stops where the model is not confident",
+    "stops where the model is not confident",
     {"draft": "model", "threshold": 0.4},
   ),
   "adaptive_stopping": Entry(
     f"{_SHELF}.stopping:stopping_draft",
-    "shelf: the same, for a constant rate of acceptance (Draft & Verify)",
+    "the same, for a constant rate of acceptance (Draft & Verify)",
     {"draft": "model", "threshold": 0.4, "goal": 0.7},
   ),
   "hand_over": Entry(
     f"{_SHELF}.bild:hand_over_draft",
-    "shelf: BiLD's draft; with --verifier rollback",
+    "BiLD's draft; with --verifier rollback",
     {"draft": "model"},
   ),
   "cascade": Entry(
     f"{_SHELF}.cascade:cascade_draft",
-    "shelf: later tokens from a cheaper draft",
+    "later tokens from a cheaper draft",
     {"drafts": ("model", "ngrams"), "first_gammas": (3,)},
   ),
   "fastest": Entry(
     f"{_SHELF}.fastest:fastest_draft",
-    "shelf: the fastest draft of each round (Section 6)",
+    "the fastest draft of each round (Section 6)",
     {"drafts": ("model", "ngrams"), "alphas": (0.8, 0.4), "costs": (0.07, 0.02)},
   ),
   "prompt_lookup_or_ngrams": Entry(
     f"{_SHELF}.prompt_lookup_or_ngrams:prompt_lookup_or_ngrams",
-    "shelf: n-grams where prompt lookup finds nothing",
+    "n-grams where prompt lookup finds nothing",
   ),
   "realigned": Entry(
     f"{_SHELF}.realigned:realigned_draft",
-    "shelf: rejected tokens proposed again (SpecASR)",
+    "rejected tokens proposed again (SpecASR)",
     {"draft": "model"},
   ),
   "retrieval": Entry(
-    f"{_SHELF}.retrieval:retrieval", "shelf: continuations found in earlier outputs (REST)"
+    f"{_SHELF}.retrieval:retrieval", "continuations found in earlier outputs (REST)"
   ),
-  "lookahead": Entry(f"{_SHELF}.lookahead:lookahead", "shelf: n-grams by Jacobi iteration"),
+  "lookahead": Entry(f"{_SHELF}.lookahead:lookahead", "n-grams by Jacobi iteration"),
   "saturation": Entry(
     f"{_SHELF}.saturation:saturation",
-    "shelf: early exit of each token (CALM)",
+    "early exit of each token (CALM)",
     {"layers": (0, 1), "threshold": 0.5},
   ),
 }
@@ -163,11 +170,11 @@ VERIFIERS = {
   ),
   "rejection": Entry(f"{_VERIFY}.rejection:RejectionVerifier", "Appendix A.2, to compare"),
   "typical": Entry(f"{_VERIFY}.lossy:TypicalVerifier", "not exact: Medusa's acceptance"),
-  "k_seq": Entry(f"{_SHELF}.k_seq:KSeqVerifier", "shelf: SpecTr's rule for siblings"),
-  "merging": Entry(f"{_SHELF}.merging:MergingVerifier", "shelf: equal tokens of a forest as one"),
-  "paths": Entry(f"{_SHELF}.paths:PathsVerifier", "shelf: the paths of a tree as a batch"),
-  "top_beta": Entry(f"{_SHELF}.top_beta:TopBetaVerifier", "shelf, not exact: SpecDec's rule"),
-  "rollback": Entry(f"{_SHELF}.bild:RollbackVerifier", "shelf, not exact: BiLD's rule"),
+  "k_seq": Entry(f"{_SHELF}.k_seq:KSeqVerifier", "SpecTr's rule for siblings"),
+  "merging": Entry(f"{_SHELF}.merging:MergingVerifier", "equal tokens of a forest as one"),
+  "paths": Entry(f"{_SHELF}.paths:PathsVerifier", "the paths of a tree as a batch"),
+  "top_beta": Entry(f"{_SHELF}.top_beta:TopBetaVerifier", "not exact: SpecDec's rule"),
+  "rollback": Entry(f"{_SHELF}.bild:RollbackVerifier", "not exact: BiLD's rule"),
 }
 
 # Kind of a learned draft head -> its class.
@@ -247,12 +254,13 @@ def head(kind: str) -> type:
 
 
 def parameters(path: str) -> dict[str, inspect.Parameter]:
-  """Return the parameters of an entry's function or class after the first, which is not a setting.
+  """Return the parameters of an entry's function or class that are settings.
 
-  The first is the target of a draft, or the sampling method of a verifier.
+  The first is not: it is the target of a draft, or the sampling method of a verifier. Nor are
+  parameters that are given by name only, which take values of Python, such as functions.
   """
   _, *others = inspect.signature(imported(path)).parameters.values()
-  return {x.name: x for x in others}
+  return {x.name: x for x in others if x.kind is not inspect.Parameter.KEYWORD_ONLY}
 
 
 def flag_of(parameter: str) -> str:

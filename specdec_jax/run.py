@@ -410,7 +410,10 @@ def _help_of_run(files: Sequence[str], arguments: Sequence[str], values: flags.F
       lines += [_setting(flag, setting.default) for flag, setting in found.items()]
     else:
       lines += ["", f"Values of --{part}; with --help too, one prints its settings:"]
-      lines += [f"  {each:<25} {entry.use}" for each, entry in entries.items()]
+      in_front = {each: entry for each, entry in entries.items() if not entry.is_on_shelf}
+      lines += [f"  {each:<25} {entry.use}" for each, entry in in_front.items()]
+      shelf = ", ".join(each for each in entries if each not in in_front)
+      lines += [f"On the shelf, complete but slower: {shelf}"]
   lines += ["", f"Your own models ({_CHECKPOINTS}): {_as_flags((*_CHECKPOINT_MACROS, 'DRAFT'))}"]
   return "\n".join(lines)
 

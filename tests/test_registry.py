@@ -15,7 +15,6 @@ from specdec_jax.random_models import random_pair
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 CAPTIONS = str(ROOT / "gin" / "tasks" / "captions.de.txt")
-SHELF = [name for name, entry in registry.DRAFTS.items() if "contrib" in entry.path]
 
 
 @pytest.fixture(scope="module")
@@ -46,11 +45,6 @@ def test_draft_loads_by_its_name(pair, name):
 @pytest.mark.parametrize("name", registry.VERIFIERS)
 def test_verifier_has_a_name(name):
   assert isinstance(registry.verifier(name)(Sampling()), Verifier)
-
-
-@pytest.mark.parametrize("entry", [*registry.DRAFTS.values(), *registry.VERIFIERS.values()])
-def test_what_is_on_the_shelf_says_so(entry):
-  assert entry.use.startswith("shelf") == ("contrib" in entry.path)
 
 
 def test_settings_reach_the_drafts_that_have_them(pair):

@@ -56,6 +56,7 @@ PATHS = {
   "status": "paper.status",
   "status-counts": "paper.status",
   "draft-names": "lib.tables",
+  "drafts-on-the-shelf": "lib.tables",
 }
 
 TRAINING_LEGEND = {
@@ -104,12 +105,22 @@ def measured_table(records: Sequence[Record]) -> Table:
 
 
 def draft_names_table() -> Table:
-  """Return the drafts that have a name, with their settings."""
+  """Return the named drafts that are not on the shelf, with their settings."""
+  return Table("Drafts by name", ("draft", "use it when", "settings"), _drafts(False))
+
+
+def drafts_on_the_shelf_table() -> Table:
+  """Return the named drafts on the shelf, with their settings."""
+  return Table("Drafts on the shelf", ("draft", "what it does", "settings"), _drafts(True))
+
+
+def _drafts(on_shelf: bool) -> tuple[tuple[str, ...], ...]:
   rows = []
   for name, entry in registry.DRAFTS.items():
     settings = map(registry.flag_of, registry.parameters(entry.path))
-    rows.append((f"`{name}`", entry.use, ", ".join(f"`{each}`" for each in settings) or "-"))
-  return Table("Drafts by name", ("draft", "use it when", "settings"), tuple(rows))
+    if entry.is_on_shelf == on_shelf:
+      rows.append((f"`{name}`", entry.use, ", ".join(f"`{each}`" for each in settings) or "-"))
+  return tuple(rows)
 
 
 def training_table(*paths: str | pathlib.Path) -> Table:
