@@ -266,7 +266,7 @@ def test_auto_is_resolved_and_numbers_are_kept(monkeypatch, capsys):
   assert resolve_tree(7, [0, 0], *rest) == branching(2)
   assert resolve_tree(0, None, *rest) == chain(0)
   for both in (("auto", None), (7, "auto"), ("auto", "auto")):
-    assert resolve_tree(*both, None, [None, None], SETTINGS) == chain(0)
+    assert resolve_tree(*both, None, [], SETTINGS) == chain(0)
   assert capsys.readouterr().out == ""
   for bad in (-1, 2.5, "fast"):
     with pytest.raises(InputError, match=f"gamma is {bad!r}"):

@@ -190,7 +190,7 @@ def resolve_tree(
   gamma: int | str,
   tree: Sequence[int] | str | None,
   pair: AnyPair,
-  texts: Sequence[str | None],
+  texts: Sequence[str],
   settings: DecodeSettings,
   say: Callable[[str], object] = print,
 ) -> Tree:
@@ -200,8 +200,8 @@ def resolve_tree(
     gamma: gamma of a chain; 0 for autoregressive decoding; 'auto' chooses it.
     tree: parents of the draft tokens; None for a chain; 'auto' chooses a tree or a chain. A tree or
       'auto' takes precedence over gamma.
-    texts: texts of the run; some of them are decoded to calibrate. An entry is None if the run does
-      not decode that text. If all are None, 'auto' means autoregressive decoding.
+    texts: texts that the run decodes; some of them are decoded to calibrate. If there are none,
+      'auto' means autoregressive decoding.
     say: function that is called with a sentence that explains the choice.
 
   Raises:
@@ -209,14 +209,13 @@ def resolve_tree(
   """
   if (static_tree := given_tree(gamma, tree)) is not None:
     return static_tree
-  decoded = [text for text in texts if text is not None]
-  if not decoded:
+  if not texts:
     return chain(0)
   branching = tree == "auto"
   calibration, origin = get_or_compute(
-    functools.partial(calibrate, pair, decoded, settings, branching=branching),
-    functools.partial(cache_key, pair, decoded, settings, branching=branching),
-    num_texts=min(NUM_TEXTS, len({*decoded})),
+    functools.partial(calibrate, pair, texts, settings, branching=branching),
+    functools.partial(cache_key, pair, texts, settings, branching=branching),
+    num_texts=min(NUM_TEXTS, len({*texts})),
   )
   say(f"{calibration}{origin}.")
   return calibration.tree
