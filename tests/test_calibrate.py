@@ -261,7 +261,7 @@ def test_auto_is_resolved_and_numbers_are_kept(monkeypatch, capsys):
   found = auto(monkeypatch, 0.8)
   assert auto_tree(None, TEXTS, SETTINGS, False) == chain(found.gamma) and found.gamma > 0
   assert capsys.readouterr().out == f"{found}.\n"
-  assert auto_tree(None, [None, None], SETTINGS, True) == chain(0)
+  assert auto_tree(None, [], SETTINGS, True) == chain(0)
   assert capsys.readouterr().out == ""
   assert given_tree(7, None) == chain(7)
   assert given_tree(7, [0, 0]) == branching(2)

@@ -133,10 +133,8 @@ def q_of(pair, num_tokens: int = 6):
   prompt = pair.prompt(tiny_pair.SENTENCES[:3])
   tokens = np.random.default_rng(0).integers(2, len(pair.vocabulary), (3, num_tokens))
   draft = pair.draft.build(RANDOM, chain(1))
-  ask = functools.partial(proposals, pair.target.model, draft)
-  return np.asarray(ask(pair.target.params, pair.draft.params, prompt, tokens.astype(np.int32))[1])[
-    :, :, 0
-  ]
+  tokens = tokens.astype(np.int32)
+  return np.asarray(proposals(pair.target.model, draft, pair.params, prompt, tokens)[1])[:, :, 0]
 
 
 @pytest.mark.parametrize("weights", ["float", "int8"])

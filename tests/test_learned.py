@@ -34,7 +34,7 @@ from specdec_jax.commands import train as commands
 from specdec_jax.core.context import Context
 from specdec_jax.core.sampling import distribution
 from specdec_jax.core.trees import chain
-from specdec_jax.core.types import Outcome, Verification
+from specdec_jax.core.types import Outcome, Params, Verification
 from specdec_jax.data.vocabularies import open_vocabulary
 from specdec_jax.drafts import composed
 from specdec_jax.drafts.heads import DraftHead, new_head
@@ -113,8 +113,8 @@ def test_training_logits_equal_those_of_decoding(kind, of, layers):
   if not shape.has_encoder:  # it trains on texts of its own
     prompts = np.where(np.arange(prompts.shape[1]) == 0, 1, np.zeros_like(prompts))
   tokens = np.random.default_rng(1).integers(2, V, (len(prompts), 6)).astype(np.int32)
-  ask = functools.partial(proposals, models.target, drafter.build(RANDOM, chain(1 + first)))
-  q = np.asarray(ask(models.params, drafter.params, prompts, tokens)[1])[:, :, int(first)]
+  draft, params = drafter.build(RANDOM, chain(1 + first)), Params(models.params, drafter.params)
+  q = np.asarray(proposals(models.target, draft, params, prompts, tokens)[1])[:, :, int(first)]
   batch = Batch(prompts, tokens, tokens[..., None], np.ones((*tokens.shape, 1), np.float32))
   objective = speculator_objective(config, shape, models.params, "tv", stride=1, decay=1e-6)
   loss = jax.jit(objective.scores)(own, models.params, batch)["valid_loss"]

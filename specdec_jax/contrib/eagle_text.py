@@ -22,7 +22,7 @@ from specdec_jax.core.arrays import take
 from specdec_jax.core.context import Context
 from specdec_jax.core.sampling import Sampling
 from specdec_jax.core.trees import AnyTree, NodeLayout, Tree
-from specdec_jax.core.types import Draft, DraftOptions
+from specdec_jax.core.types import Draft, DraftOptions, Extended, First, Tokens
 from specdec_jax.drafts.heads.base import TargetOutputs, TrainingLogits, every_position
 from specdec_jax.drafts.heads.shared_encoder import (
   SharedEncoderCache,
@@ -146,13 +146,8 @@ class EagleTextModel(SharedEncoderModel):
   """Draft model whose tokens are conditioned on the states that it predicts at their parents."""
 
   def extend(
-    self,
-    params: Any,
-    cache: Any,
-    tokens: Int[Array, "B K"],
-    tree: NodeLayout | None = None,
-    first: Int[Array, ""] | int = 0,
-  ) -> tuple[Float[Array, "B K V"], Float[Array, "B K d"], SharedEncoderCache]:
+    self, params: Any, cache: Any, tokens: Tokens, tree: NodeLayout | None = None, first: First = 0
+  ) -> Extended:
     """Process a block, a level of the tree, and condition the children of its nodes."""
     logits, hidden, cache = super().extend(params, cache, tokens, tree, first)
     if isinstance(tree, Tree):

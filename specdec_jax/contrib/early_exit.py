@@ -13,7 +13,7 @@ from jaxtyping import Float, Int, Key
 
 from specdec_jax.core.sampling import Sampling
 from specdec_jax.core.trees import AnyTree, NodeLayout, NodePlacement
-from specdec_jax.core.types import DraftOptions, Model, WrappedModel
+from specdec_jax.core.types import DraftOptions, Extended, First, Model, Tokens, WrappedModel
 from specdec_jax.drafts.heads.base import (
   DraftHead,
   TargetOutputs,
@@ -94,13 +94,8 @@ class EarlyExitModel(WrappedModel):
     return self.model.prefill(params[1], prompt, num_slots)
 
   def extend(
-    self,
-    params: Any,
-    cache: Any,
-    tokens: Int[Array, "B K"],
-    tree: NodeLayout | None = None,
-    first: Int[Array, ""] | int = 0,
-  ) -> tuple[Float[Array, "B K V"], Float[Array, "B K E"], Any]:
+    self, params: Any, cache: Any, tokens: Tokens, tree: NodeLayout | None = None, first: First = 0
+  ) -> Extended:
     head_params, layer_params = params
     _, hidden, cache = self.model.extend(layer_params, cache, tokens, tree, first)
     hidden = ResidualBlocks(self.head).apply({"params": head_params}, hidden)[..., 0, :]

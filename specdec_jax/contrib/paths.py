@@ -16,12 +16,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import Array
-from jaxtyping import Float, Int
 
 from specdec_jax.core.arrays import repeat_rows, take
 from specdec_jax.core.trees import AnyTree, NodeLayout, Tree, require_static
-from specdec_jax.core.types import Model, WrappedModel
+from specdec_jax.core.types import Extended, First, Length, Model, Path, Tokens, WrappedModel
 from specdec_jax.core.verify.tokens import TokenVerifier
 
 
@@ -44,13 +42,8 @@ class PathsModel(WrappedModel):
   """
 
   def extend(
-    self,
-    params: Any,
-    cache: Any,
-    tokens: Int[Array, "B K"],
-    tree: NodeLayout | None = None,
-    first: Int[Array, ""] | int = 0,
-  ) -> tuple[Float[Array, "B K V"], Float[Array, "B K E"], Any]:
+    self, params: Any, cache: Any, tokens: Tokens, tree: NodeLayout | None = None, first: First = 0
+  ) -> Extended:
     tree = require_static("a batch of paths", tree)
     if tree.is_chain:
       return self.model.extend(params, cache, tokens, tree, first)
@@ -62,11 +55,7 @@ class PathsModel(WrappedModel):
     return logits, hidden, (outputs[2], cache)
 
   def commit(
-    self,
-    cache: Any,
-    length: Int[Array, " B"],
-    tree: AnyTree | None = None,
-    path: Int[Array, "B D"] | None = None,
+    self, cache: Any, length: Length, tree: AnyTree | None = None, path: Path = None
   ) -> Any:
     if path is None:
       return self.model.commit(cache, length)

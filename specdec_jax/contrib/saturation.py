@@ -13,12 +13,20 @@ from typing import Any
 
 import jax.numpy as jnp
 from jax import Array, lax
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Bool, Float
 
 from specdec_jax.contrib.stopping import confidence
 from specdec_jax.core.sampling import Sampling
 from specdec_jax.core.trees import AnyTree, NodeLayout, require_static
-from specdec_jax.core.types import DraftOptions, DraftSpec, Loaded, WrappedModel
+from specdec_jax.core.types import (
+  DraftOptions,
+  DraftSpec,
+  Extended,
+  First,
+  Loaded,
+  Tokens,
+  WrappedModel,
+)
 from specdec_jax.drafts.layer_skip import (
   LayerSkipDraft,
   cache_of_layers,
@@ -68,13 +76,8 @@ class SaturationModel(WrappedModel):
   threshold: float | None
 
   def extend(
-    self,
-    params: Any,
-    cache: Any,
-    tokens: Int[Array, "B K"],
-    tree: NodeLayout | None = None,
-    first: Int[Array, ""] | int = 0,
-  ) -> tuple[Float[Array, "B K V"], Float[Array, "B K E"], Any]:
+    self, params: Any, cache: Any, tokens: Tokens, tree: NodeLayout | None = None, first: First = 0
+  ) -> Extended:
     config = dataclasses.replace(self.model.config, num_decoder_layers=1)
 
     def run(layer: int, x: Array) -> tuple[Array, Array, Any]:

@@ -34,6 +34,13 @@ from specdec_jax.errors import InputError
 
 AnyArray = Array | np.ndarray  # on the device or on the host
 
+# Types of arguments of `Model.extend` and `Model.commit`, and of the result of `extend`.
+Tokens = Int[Array, "B K"]
+First = Int[Array, ""] | int
+Extended = tuple[Float[Array, "B K V"], Float[Array, "B K E"], Any]
+Length = Int[Array, " B"]
+Path = Int[Array, "B D"] | None
+
 NO_TOKEN = 0  # id where a table or a copy of a text has no token to propose
 
 
@@ -85,13 +92,8 @@ class Model(Protocol):
     """
 
   def extend(
-    self,
-    params: Any,
-    cache: Any,
-    tokens: Int[Array, "B K"],
-    tree: NodeLayout | None = None,
-    first: Int[Array, ""] | int = 0,
-  ) -> tuple[Float[Array, "B K V"], Float[Array, "B K E"], Any]:
+    self, params: Any, cache: Any, tokens: Tokens, tree: NodeLayout | None = None, first: First = 0
+  ) -> Extended:
     """Run the model over a block of tokens.
 
     Args:
@@ -107,11 +109,7 @@ class Model(Protocol):
     """
 
   def commit(
-    self,
-    cache: Any,
-    length: Int[Array, " B"],
-    tree: AnyTree | None = None,
-    path: Int[Array, "B D"] | None = None,
+    self, cache: Any, length: Length, tree: AnyTree | None = None, path: Path = None
   ) -> Any:
     """Return the cache with length `length` in each row.
 
@@ -143,21 +141,12 @@ class WrappedModel:
     return self.model.prefill(params, prompt, num_slots)
 
   def extend(
-    self,
-    params: Any,
-    cache: Any,
-    tokens: Int[Array, "B K"],
-    tree: NodeLayout | None = None,
-    first: Int[Array, ""] | int = 0,
-  ) -> tuple[Float[Array, "B K V"], Float[Array, "B K E"], Any]:
+    self, params: Any, cache: Any, tokens: Tokens, tree: NodeLayout | None = None, first: First = 0
+  ) -> Extended:
     return self.model.extend(params, cache, tokens, tree, first)
 
   def commit(
-    self,
-    cache: Any,
-    length: Int[Array, " B"],
-    tree: AnyTree | None = None,
-    path: Int[Array, "B D"] | None = None,
+    self, cache: Any, length: Length, tree: AnyTree | None = None, path: Path = None
   ) -> Any:
     return self.model.commit(cache, length, tree, path)
 

@@ -30,10 +30,15 @@ from specdec_jax.core.trees import AnyTree, DynamicTree, NodeLayout, Tree
 from specdec_jax.core.types import (
   AnyArray,
   Draft,
+  Extended,
+  First,
   Keys,
+  Length,
   Outcome,
   Params,
+  Path,
   Proposal,
+  Tokens,
   Verifier,
   WrappedDraft,
 )
@@ -95,22 +100,13 @@ class TableModel:
     return jnp.zeros((len(prompt), 1, self.hidden_size)), ()
 
   def extend(
-    self,
-    params: Any,
-    cache: Any,
-    tokens: Int[Array, "B K"],
-    tree: NodeLayout | None = None,
-    first: Int[Array, ""] | int = 0,
-  ) -> tuple[Float[Array, "B K V"], Float[Array, "B K E"], Any]:
+    self, params: Any, cache: Any, tokens: Tokens, tree: NodeLayout | None = None, first: First = 0
+  ) -> Extended:
     hidden = jnp.zeros((*tokens.shape, self.hidden_size))
     return at_nodes(params, tokens, tree), hidden, cache
 
   def commit(
-    self,
-    cache: Any,
-    length: Int[Array, " B"],
-    tree: AnyTree | None = None,
-    path: Int[Array, "B D"] | None = None,
+    self, cache: Any, length: Length, tree: AnyTree | None = None, path: Path = None
   ) -> Any:
     return cache
 

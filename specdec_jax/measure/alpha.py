@@ -19,7 +19,7 @@ from specdec_jax.core.arrays import gather, gather_or_zero
 from specdec_jax.core.context import Context
 from specdec_jax.core.sampling import Sampling, distribution
 from specdec_jax.core.trees import Tree, branching, chain
-from specdec_jax.core.types import AnyPair, DecodeResult, Draft, Model
+from specdec_jax.core.types import AnyPair, DecodeResult, Draft, Model, Params
 from specdec_jax.core.verify.lossy import emitted_distribution
 from specdec_jax.core.verify.tokens import draft_token_probs, within_lenience
 from specdec_jax.measure.records import Outputs
@@ -65,21 +65,14 @@ def draft_probs(
   pair: AnyPair, draft: Draft, prompt: Int[Array, "B P"], tokens: Int[Array, "B T"]
 ) -> Float[Array, "B T V"]:
   """Return the q of a draft with gamma 1 for each token of an output, given those before it."""
-  return _proposals_of_pair(pair, draft, prompt, tokens)[1][:, :, 0]
-
-
-def _proposals_of_pair(
-  pair: AnyPair, draft: Draft, prompt: Int[Array, "B P"], tokens: Int[Array, "B T"]
-) -> tuple[Int[Array, "B T N"], Float[Array, "B T N V"]]:
-  return proposals(pair.target.model, draft, pair.target.params, pair.draft.params, prompt, tokens)
+  return proposals(pair.target.model, draft, pair.params, prompt, tokens)[1][:, :, 0]
 
 
 @functools.partial(jax.jit, static_argnames=("target", "draft"))
 def proposals(
   target: Model,
   draft: Draft,
-  target_params: Any,
-  draft_params: Any,
+  params: Params,
   prompt: Int[Array, "B P"],
   tokens: Int[Array, "B T"],
 ) -> tuple[Int[Array, "B T N"], Float[Array, "B T N V"]]:
@@ -96,11 +89,11 @@ def proposals(
   output = gather(tokens, jnp.clip(slots - prompt_length[:, None], 0, num_tokens - 1))
   padded = jnp.pad(first, ((0, 0), (0, num_slots - first.shape[1])))
   text = jnp.where(slots < prompt_length[:, None], padded, output)
-  hidden, cache = target.prefill(target_params, prompt, num_slots)
+  hidden, cache = target.prefill(params.target, prompt, num_slots)
   last = gather(padded, prompt_length[:, None] - 1)
   block = jnp.concatenate([last, tokens[:, :-1]], axis=1)
   # The compiler drops this forward pass if the draft uses neither hidden states nor the cache.
-  _, states, cache = target.extend(target_params, cache, block)
+  _, states, cache = target.extend(params.target, cache, block)
   states = jnp.concatenate([gather_or_zero(hidden, prompt_length - 2)[:, None], states], axis=1)
 
   def context(count) -> Context:
@@ -110,11 +103,11 @@ def proposals(
   rng = jax.random.split(jax.random.key(0), batch)  # any key will do
 
   def propose(state, count):
-    proposal, state = draft.propose(draft_params, state, context(count), rng)
+    proposal, state = draft.propose(params.draft, state, context(count), rng)
     one_hot = jax.nn.one_hot(proposal.tokens, target.vocab_size)
     return state, (proposal.tokens, one_hot if proposal.q is None else proposal.q)
 
-  state = draft.init(draft_params, context(0), jnp.zeros((batch, 1, 0)))
+  state = draft.init(params.draft, context(0), jnp.zeros((batch, 1, 0)))
   draft_tokens, q = lax.scan(propose, state, jnp.arange(num_tokens))[1]
   return draft_tokens.swapaxes(0, 1), q.swapaxes(0, 1)
 
@@ -171,7 +164,7 @@ def positional_acceptance(
   draft = pair.draft.build(sampling, tree)
   for prompt, output in zip(prompts, decoded):
     logits = teacher_forced_logits(pair.target.model, pair.target.params, prompt, output.tokens)
-    draft_tokens, q = _proposals_of_pair(pair, draft, prompt, output.tokens)
+    draft_tokens, q = proposals(pair.target.model, draft, pair.params, prompt, output.tokens)
     accepted = np.asarray(_sibling_probs(logits, draft_tokens, q, sampling, tree, lenience))
     is_text = np.arange(accepted.shape[1]) < np.asarray(output.lengths)[:, None]
     total += accepted[is_text].sum(axis=0)

@@ -188,7 +188,7 @@ def choose_tree(
 
 def auto_tree(
   pair: AnyPair,
-  texts: Sequence[str | None],
+  texts: Sequence[str],
   settings: DecodeSettings,
   branching: bool,
   say: Callable[[str], object] = print,
@@ -196,18 +196,17 @@ def auto_tree(
   """Return the tree of draft tokens that is the fastest for a run (`gamma` or `tree` 'auto').
 
   Args:
-    texts: texts of the run; some of them are decoded to calibrate. An entry is None if the run does
-      not decode that text. If all are None, decoding is autoregressive.
+    texts: texts that the run decodes; some of them are decoded to calibrate. If there are none,
+      decoding is autoregressive.
     branching: whether to choose among trees and chains, instead of among chains only.
     say: function that is called with a sentence that explains the choice.
   """
-  decoded = [text for text in texts if text is not None]
-  if not decoded:
+  if not texts:
     return chain(0)
   calibration, origin = get_or_compute(
-    functools.partial(calibrate, pair, decoded, settings, branching=branching),
-    functools.partial(cache_key, pair, decoded, settings, branching=branching),
-    num_texts=min(NUM_TEXTS, len({*decoded})),
+    functools.partial(calibrate, pair, texts, settings, branching=branching),
+    functools.partial(cache_key, pair, texts, settings, branching=branching),
+    num_texts=min(NUM_TEXTS, len({*texts})),
   )
   say(f"{calibration}{origin}.")
   return calibration.tree

@@ -16,7 +16,19 @@ from jaxtyping import Float, Int
 
 from specdec_jax.core.context import Context
 from specdec_jax.core.trees import AnyTree, NodeLayout
-from specdec_jax.core.types import DraftOptions, Keys, Outcome, Proposal, WrappedDraft, WrappedModel
+from specdec_jax.core.types import (
+  DraftOptions,
+  Extended,
+  First,
+  Keys,
+  Length,
+  Outcome,
+  Path,
+  Proposal,
+  Tokens,
+  WrappedDraft,
+  WrappedModel,
+)
 from specdec_jax.errors import InputError, require_count
 from specdec_jax.models.config import T5Config, TransformerConfig
 from specdec_jax.models.families import config_of
@@ -133,22 +145,13 @@ class PartitionedModel(WrappedModel):
     return hidden, self._placed(cache)
 
   def extend(
-    self,
-    params: Any,
-    cache: Any,
-    tokens: Int[Array, "B K"],
-    tree: NodeLayout | None = None,
-    first: Int[Array, ""] | int = 0,
-  ) -> tuple[Float[Array, "B K V"], Float[Array, "B K E"], Any]:
+    self, params: Any, cache: Any, tokens: Tokens, tree: NodeLayout | None = None, first: First = 0
+  ) -> Extended:
     logits, hidden, cache = self.model.extend(params, cache, tokens, tree, first)
     return logits, hidden, self._placed(cache)
 
   def commit(
-    self,
-    cache: Any,
-    length: Int[Array, " B"],
-    tree: AnyTree | None = None,
-    path: Int[Array, "B D"] | None = None,
+    self, cache: Any, length: Length, tree: AnyTree | None = None, path: Path = None
   ) -> Any:
     return self._placed(self.model.commit(cache, length, tree, path))
 

@@ -11,7 +11,7 @@ from jax import Array
 from jaxtyping import Bool, Float, Int, UInt
 
 from specdec_jax.core.trees import AnyTree, NodeLayout, chain, require_static
-from specdec_jax.core.types import Model, WrappedModel
+from specdec_jax.core.types import Length, Model, Path, WrappedModel
 from specdec_jax.errors import require_number
 
 _BASE = np.uint32(0x9E3779B1)  # odd and large: hashes are polynomials in it, modulo 2^32
@@ -96,11 +96,7 @@ class SimulatedModel(WrappedModel):
     return logits, hidden, cache.replace(model=inner)
 
   def commit(
-    self,
-    cache: SimulatedCache,
-    length: Int[Array, " B"],
-    tree: AnyTree | None = None,
-    path: Int[Array, "B D"] | None = None,
+    self, cache: SimulatedCache, length: Length, tree: AnyTree | None = None, path: Path = None
   ) -> SimulatedCache:
     return cache.replace(model=self.model.commit(cache.model, length, tree, path))
 

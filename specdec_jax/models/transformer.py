@@ -16,6 +16,7 @@ from jaxtyping import Float, Int
 
 from specdec_jax.core.arrays import repeat_rows
 from specdec_jax.core.trees import AnyTree, NodeLayout
+from specdec_jax.core.types import Extended, First, Length, Path, Tokens
 from specdec_jax.models.config import TransformerConfig
 from specdec_jax.models.decoder import KeysValues, commit
 from specdec_jax.models.layers import MASKED
@@ -57,21 +58,13 @@ class Transformer(nn.Module):
   feature_layers: tuple[int, ...] = ()
 
   def extend(
-    self,
-    cache: Cache,
-    tokens: Int[Array, "B K"],
-    tree: NodeLayout | None = None,
-    first: Int[Array, ""] | int = 0,
+    self, cache: Cache, tokens: Tokens, tree: NodeLayout | None = None, first: First = 0
   ) -> tuple[Float[Array, "B K V"], Float[Array, "B K states"], Cache]:
     """Process a block of tokens that follows the cached tokens; see `core.types.Model.extend`."""
     return self.extend_embedded(cache, self.token_embedder(tokens), tree, first)
 
   def extend_embedded(
-    self,
-    cache: Cache,
-    x: Float[Array, "B K E"],
-    tree: NodeLayout | None = None,
-    first: Int[Array, ""] | int = 0,
+    self, cache: Cache, x: Float[Array, "B K E"], tree: NodeLayout | None = None, first: First = 0
   ) -> tuple[Float[Array, "B K V"], Float[Array, "B K states"], Cache]:
     """Process a block of token embeddings, or of vectors that replace token embeddings."""
     logits, hidden, layers = self.decoder(
@@ -108,21 +101,12 @@ class TransformerModel(abc.ABC):
     return self.config.eos_id
 
   def extend(
-    self,
-    params: Any,
-    cache: Any,
-    tokens: Int[Array, "B K"],
-    tree: NodeLayout | None = None,
-    first: Int[Array, ""] | int = 0,
-  ) -> tuple[Float[Array, "B K V"], Float[Array, "B K E"], Any]:
+    self, params: Any, cache: Any, tokens: Tokens, tree: NodeLayout | None = None, first: First = 0
+  ) -> Extended:
     module = self.module_type(self.config, self.feature_layers)
     return module.apply({"params": params}, cache, tokens, tree, first, method="extend")
 
   def commit(
-    self,
-    cache: Any,
-    length: Int[Array, " B"],
-    tree: AnyTree | None = None,
-    path: Int[Array, "B D"] | None = None,
+    self, cache: Any, length: Length, tree: AnyTree | None = None, path: Path = None
   ) -> Any:
     return commit(cache, length, path)

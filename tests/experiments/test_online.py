@@ -110,13 +110,11 @@ def test_learning_from_a_sampled_text_raises_its_probability_under_the_draft(pai
   decoder = Decoder(pair.target.model, draft, TokenVerifier(Sampling()), pair.vocabulary.eos_id)
   params = Params(pair.target.params, (draft.initial_state(head_params), target_params))
   result, learned = decode_and_learn(decoder, params, prompt, keys, max_new_tokens=8)
-  propose_at_each_token = functools.partial(
-    proposals, pair.target.model, frozen, pair.target.params
-  )
 
   def mean_log_probability(head_params) -> float:
-    draft_params = head_params, target_params
-    q = np.asarray(propose_at_each_token(draft_params, prompt, result.tokens)[1])[:, :, 0]
+    params = Params(pair.target.params, (head_params, target_params))
+    q = proposals(pair.target.model, frozen, params, prompt, result.tokens)[1]
+    q = np.asarray(q)[:, :, 0]
     probs = np.take_along_axis(q, np.asarray(result.tokens)[..., None], axis=2)[..., 0]
     return np.log(probs)[np.arange(8) < np.asarray(result.lengths)[:, None]].mean()
 

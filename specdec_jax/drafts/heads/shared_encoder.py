@@ -31,7 +31,18 @@ from specdec_jax.core.arrays import gather, write_slots
 from specdec_jax.core.context import Context
 from specdec_jax.core.sampling import Sampling
 from specdec_jax.core.trees import AnyTree, DynamicTree, NodeLayout, NodePlacement
-from specdec_jax.core.types import Draft, DraftOptions, Keys, Outcome, Proposal
+from specdec_jax.core.types import (
+  Draft,
+  DraftOptions,
+  Extended,
+  First,
+  Keys,
+  Length,
+  Outcome,
+  Path,
+  Proposal,
+  Tokens,
+)
 from specdec_jax.drafts.dynamic import DynamicDraft
 from specdec_jax.drafts.heads.base import (
   DraftHead,
@@ -161,12 +172,8 @@ class SharedEncoderT5(T5):
     return self.decoder.logits(own[:, inputs.shape[1] :], embedding)
 
   def extend(
-    self,
-    cache: Any,
-    tokens: Int[Array, "B K"],
-    tree: NodeLayout | None = None,
-    first: Int[Array, ""] | int = 0,
-  ) -> tuple[Float[Array, "B K V"], Float[Array, "B K d"], Any]:
+    self, cache: Any, tokens: Tokens, tree: NodeLayout | None = None, first: First = 0
+  ) -> Extended:
     x = self.token_embedder(tokens)
 
     def read_row(row: Float[Array, "T d"], slot: Int[Array, ""]) -> Float[Array, "K d"]:
@@ -236,13 +243,8 @@ class SharedEncoderModel(T5Model):
     return with_conditioning(cache, new, slot)
 
   def extend(
-    self,
-    params: Any,
-    cache: Any,
-    tokens: Int[Array, "B K"],
-    tree: NodeLayout | None = None,
-    first: Int[Array, ""] | int = 0,
-  ) -> tuple[Float[Array, "B K V"], Float[Array, "B K d"], SharedEncoderCache]:
+    self, params: Any, cache: Any, tokens: Tokens, tree: NodeLayout | None = None, first: First = 0
+  ) -> Extended:
     return self.head.module.apply({"params": params}, cache, tokens, tree, first, method="extend")
 
   def condition_on_features(
@@ -257,11 +259,7 @@ class SharedEncoderModel(T5Model):
     return self.condition(params, cache, hidden, 0, outcome.length - outcome.num_emitted)
 
   def commit(
-    self,
-    cache: Any,
-    length: Int[Array, " B"],
-    tree: AnyTree | None = None,
-    path: Int[Array, "B D"] | None = None,
+    self, cache: Any, length: Length, tree: AnyTree | None = None, path: Path = None
   ) -> Any:
     committed = super().commit(cache, length, tree, path)
     if path is None:
