@@ -26,6 +26,7 @@ from specdec_jax.core.counts import require_finite
 from specdec_jax.core.decode import Decoder, DecodeSettings, num_positions
 from specdec_jax.core.generation_config import DEFAULT_NEW_TOKENS, SETTINGS, GenerationConfig
 from specdec_jax.core.processors import ForcedPrefix, LogitsProcessor, Processors
+from specdec_jax.core.sampling import key_of
 from specdec_jax.core.settings import HashableArray
 from specdec_jax.core.trees import AnyTree, DynamicTree, Tree
 from specdec_jax.core.types import AnyArray, AnyPair, DecodeResult, Rounds
@@ -637,7 +638,7 @@ def sample_keys(seed: int, index: Sequence[int], count: int) -> Array:
   def fold_in(key: Array, numbers: Array) -> Array:
     return jax.vmap(lambda number: jax.random.fold_in(key, number))(numbers)
 
-  keys = fold_in(jax.random.key(seed), jnp.asarray(index, jnp.int32))
+  keys = fold_in(key_of(seed), jnp.asarray(index, jnp.int32))
   if count == 1:
     return keys
   others = jax.vmap(lambda key: fold_in(key, jnp.arange(count)))
