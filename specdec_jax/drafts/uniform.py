@@ -39,4 +39,5 @@ class UniformDraft(Draft):
       return jax.random.randint(key, (num_draft_tokens,), 0, self.vocab_size, jnp.int32)
 
     tokens = jax.vmap(sample_row)(rng)
-    return Proposal(tokens, jnp.full((*tokens.shape, self.vocab_size), 1 / self.vocab_size)), state
+    q = jnp.full((*tokens.shape, self.vocab_size), 1 / self.vocab_size, jnp.float32)
+    return Proposal(tokens, q), state
