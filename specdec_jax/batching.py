@@ -282,7 +282,7 @@ def decode_all(
   exists = rows < num_texts
   texts = jnp.where(exists, rows, 0)
   keys = split_keys(rng, num_texts)
-  limit = jnp.full(batch_size, max_new_tokens)
+  limit = jnp.full(batch_size, max_new_tokens, jnp.int32)
 
   def prefill_rows(texts: Array, exists: Array) -> Rows:
     block = Block(prompt[texts], keys[texts], jnp.where(exists, texts, NO_TEXT), limit)
@@ -291,7 +291,7 @@ def decode_all(
   shapes = jax.eval_shape(prefill_rows, texts[0], exists[0])
   empty = jax.tree.map(lambda x: lax.full(x.shape, 0, x.dtype), shapes)
   state = empty.state._replace(done=jnp.ones(batch_size, bool))
-  empty = Rows(state, jnp.full(batch_size, NO_TEXT))
+  empty = Rows(state, jnp.full(batch_size, NO_TEXT, jnp.int32))
 
   def results_of(rows: Rows) -> tuple[Any, Array]:
     return by_rows(decoder.result(rows.state)), rows.text

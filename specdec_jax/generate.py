@@ -27,6 +27,7 @@ from specdec_jax.core.decode import Decoder, DecodeSettings, num_positions
 from specdec_jax.core.generation_config import DEFAULT_NEW_TOKENS, SETTINGS, GenerationConfig
 from specdec_jax.core.processors import ForcedPrefix, Processors
 from specdec_jax.core.rounds import Round, read_rounds, round_text
+from specdec_jax.core.sampling import key_of
 from specdec_jax.core.settings import HashableArray
 from specdec_jax.core.trees import AnyTree, DynamicTree, Tree, given_tree
 from specdec_jax.core.types import AnyArray, AnyPair, DecodeResult, Rounds
@@ -573,10 +574,13 @@ class GenerateCall:
     tokens = np.asarray(result.tokens[row, : result.lengths[row]])
     text = text_of(self.pair, tokens, is_complete)
     reason: FinishReason = "eos" if len(tokens) and tokens[-1] in self.eos_ids else "length"
-    ends = [text.find(stop) + len(stop) for stop in self.stops if stop in text]
+    space = self.pair.vocabulary.space_before(tokens) if self.stops else ""
+    whole = space + text
+    ends = [whole.find(stop) + len(stop) for stop in self.stops if stop in whole]
     if ends:  # the output ends with the token that completes the first stop string
       texts = (text_of(self.pair, tokens[:i]) for i in range(1, len(tokens) + 1))
-      length, text = next((i, x) for i, x in enumerate(texts, 1) if x.startswith(text[: min(ends)]))
+      end = whole[: min(ends)]
+      length, text = next((i, x) for i, x in enumerate(texts, 1) if (space + x).startswith(end))
       tokens, reason = tokens[:length], "stop_string"
     emitted = result.rounds.num_emitted[:, row]
     num_forced = int(emitted.sum() - result.lengths[row])
@@ -598,9 +602,10 @@ class GenerateCall:
 
   @property
   def stops(self) -> tuple[str, ...]:
-    """Strings that end a text."""
+    """Strings that end a text; none has U+FFFD, which stands for bytes that are no character."""
     stops = self.config.stop_strings or ()
-    return (stops,) if isinstance(stops, str) else tuple(stops)
+    stops = (stops,) if isinstance(stops, str) else stops
+    return tuple(stop for stop in stops if "\ufffd" not in stop)
 
 
 def chosen_tree(
@@ -637,7 +642,7 @@ def sample_keys(seed: int, index: Sequence[int], count: int) -> Array:
   def fold_in(key: Array, numbers: Array) -> Array:
     return jax.vmap(lambda number: jax.random.fold_in(key, number))(numbers)
 
-  keys = fold_in(jax.random.key(seed), jnp.asarray(index, jnp.int32))
+  keys = fold_in(key_of(seed), jnp.asarray(index, jnp.int32))
   if count == 1:
     return keys
   others = jax.vmap(lambda key: fold_in(key, jnp.arange(count)))

@@ -8,6 +8,7 @@ import pathlib
 import subprocess
 import sys
 
+import jax
 import numpy as np
 import pytest
 import tiny_pair
@@ -67,6 +68,28 @@ def test_generate_returns_the_texts_of_the_target(batch_size=2):
     assert text.text == str(text) and text.tokens.tolist() == row[:length].tolist()
     assert text.rounds.num_emitted.sum() == length and (text.rounds.num_emitted > 0).all()
     assert text.acceptance_length == length / len(text.rounds.draft_tokens) > 1
+
+
+@pytest.mark.parametrize(
+  "settings",
+  [
+    dict(temperature=1.0, top_p=0.9, tree=(0, 0, 1), seed=-3, batch_size=2, logprobs=True),
+    dict(num_beams=2, sequence_bias={(5, 6): 1.5}, min_length=3, no_repeat_ngram_size=2),
+  ],
+)
+@pytest.mark.parametrize(
+  "setting",
+  [lambda: jax.enable_x64(True), lambda: jax.numpy_rank_promotion("raise")],
+  ids=["x64", "rank"],
+)
+def test_outputs_do_not_depend_on_settings_of_jax(settings, setting):
+  want = own_pair().generate(TEXTS, **settings, **SHORT)
+  with setting():
+    ours = own_pair().generate(TEXTS, **settings, **SHORT)
+  assert [x.tokens.tolist() for x in ours] == [x.tokens.tolist() for x in want]
+  if want[0].logprobs is not None:
+    assert ours[0].logprobs.dtype == np.float32
+    np.testing.assert_allclose(ours[0].logprobs, want[0].logprobs, atol=1e-5)
 
 
 @pytest.mark.parametrize("dtype", ["float32", pytest.param("bfloat16", marks=pytest.mark.slow)])

@@ -737,6 +737,38 @@ def gathered(jaxpr) -> set[tuple[int, ...]]:
   return found.union(*inner)
 
 
+def program(case: str) -> Any:
+  """Return the program that decodes a case."""
+  models_of, draft_of, tree, verifier = CASES[case]
+  models = models_of()
+  draft, draft_params = draft_of(models, TOP_K, tree)
+  decoder = Decoder(models.target, draft, verifier(TOP_K))
+  run = functools.partial(decoder.run.__wrapped__, decoder, max_new_tokens=LIMIT)
+  params, prompts = Params(models.params, draft_params), models.prompts[:2]
+  return jax.make_jaxpr(run)(params, prompts, jax.random.key(0)).jaxpr
+
+
+def dtypes(jaxpr) -> set[str]:
+  """Return the dtypes of all results in a program that are not weak or empty."""
+  results = [x.aval for eqn in jaxpr.eqns for x in eqn.outvars]
+  found = {str(x.dtype) for x in results if x.size and not x.weak_type}
+  inner = [dtypes(each) for eqn in jaxpr.eqns for each in jaxprs_in_params(eqn.params)]
+  return found.union(*inner)
+
+
+@pytest.mark.parametrize("case", marked(CASES))
+def test_no_program_computes_in_float64_where_jax_enables_it(case):
+  program(case)  # makes the arrays of the test itself, which have 32 bits
+  with jax.enable_x64(True):
+    assert "float64" not in dtypes(program(case))
+
+
+@pytest.mark.parametrize("case", marked(CASES))
+def test_no_program_depends_on_implicit_rank_promotion(case):
+  with jax.numpy_rank_promotion("raise"):
+    program(case)
+
+
 @pytest.mark.parametrize("of", [t5, gpt])
 def test_chain_does_not_gather_from_caches_and_a_tree_does(of):
   models, sampling = of(), RANDOM

@@ -205,7 +205,7 @@ class ModelBeamDraft(BeamDraft):
       entries = find_child(context.verified, gather(entries, parents), tokens)
       levels.append(Forest(tokens, first_parent + parents, entries))
       if processors:
-        is_new = jnp.arange(texts.shape[2]) == length[..., None]
+        is_new = jnp.arange(texts.shape[2])[None, None] == length[..., None]
         texts = jnp.where(is_new, jnp.maximum(tokens, 0)[..., None], gather(texts, parents))
 
       # The next forward pass covers the new level.
@@ -282,11 +282,11 @@ class TreeBeamDraft(BeamDraft):
     # number of draft tokens of the tree. Node 0 is the last token of the beam.
     tree: Any = proposal.tree or self.draft.tree
     in_tree = jnp.broadcast_to(jnp.asarray(tree.parents, jnp.int32), proposal.tokens.shape)
-    in_tree, beam = in_tree.reshape(batch, num_beams, -1), jnp.arange(num_beams)[:, None]
+    in_tree, beam = in_tree.reshape(batch, num_beams, -1), jnp.arange(num_beams)[None, :, None]
     in_forest = num_beams + beam * in_tree.shape[2] + in_tree - 1
     parents = jnp.where(in_tree == 0, beam, in_forest)
     tokens, parents = proposal.tokens.reshape(batch, -1), parents.reshape(batch, -1)
-    entries = jnp.full(tokens.shape, NO_ENTRY)
+    entries = jnp.full(tokens.shape, NO_ENTRY, jnp.int32)
     for _ in range(self.depth):  # the entry of a node is found from the entry of its parent
       node_entries = jnp.concatenate([context.last_entries, entries], axis=1)
       entries = find_child(context.verified, gather(node_entries, parents), tokens)
@@ -324,7 +324,7 @@ def _with_target_log_probs(
 
   index = jnp.maximum(entries, 0)
   target_tokens = pad(gather(verified.continuations, index), 0)
-  is_eos = (target_tokens[..., None] == context.eos_ids).any(axis=-1)
+  is_eos = (target_tokens[..., None] == context.eos_ids[None, None, None]).any(axis=-1)
   target_log_probs = pad(gather(verified.log_probs, index), -jnp.inf)
   target_log_probs = jnp.where(is_eos, -jnp.inf, target_log_probs)
   is_verified = (entries >= 0)[..., None]

@@ -93,30 +93,35 @@ def pack_block(context: BeamContext, forest: Forest, depth: int, count: int) -> 
   num_beams, num_cached = context.last_tokens.shape[1], context.verified.tokens.shape[1]
   tokens = jnp.concatenate([context.last_tokens, forest.tokens], axis=1)
   known_entries = jnp.concatenate([context.last_entries, forest.entries], axis=1)
-  roots = jnp.broadcast_to(jnp.arange(num_beams), context.last_tokens.shape)
+  roots = jnp.broadcast_to(jnp.arange(num_beams, dtype=jnp.int32), context.last_tokens.shape)
   parent_nodes = jnp.concatenate([roots, forest.parents], axis=1)
 
   # Entries of new nodes follow those of the cached ones.
   is_new = (known_entries < 0) & (tokens >= 0)
-  rank = jnp.cumsum(is_new, axis=1) - 1
+  rank = jnp.cumsum(is_new, axis=1, dtype=jnp.int32) - 1
   entries = jnp.where(is_new & (rank < count), num_cached + rank, known_entries)
-  is_node = entries[:, None] == num_cached + jnp.arange(count)[:, None]  # [B, M, F]
+  is_node = entries[:, None] == num_cached + jnp.arange(count)[None, :, None]  # [B, M, F]
   nodes, is_used = is_node.argmax(axis=2), is_node.any(axis=2)
   has_parent = is_used & (nodes >= num_beams)
   parents = jnp.where(has_parent, gather(entries, gather(parent_nodes, nodes)), NO_ENTRY)
 
   # A node attends to its ancestors in the forest and to the text before its root.
   ancestors = ancestor_mask(parent_nodes, depth)  # [B, F, F]
-  positions = context.length[:, None] - 2 + ancestors.sum(axis=2)
-  entry_of_node = entries[..., None] == jnp.arange(num_cached + count)  # [B, F, J]
+  positions = context.length[:, None] - 2 + ancestors.sum(axis=2, dtype=jnp.int32)
+  entry_of_node = entries[..., None] == jnp.arange(num_cached + count)[None, None]  # [B, F, J]
   block_ancestors = gather(ancestors, nodes)  # [B, M, F]
   text_slots = jnp.einsum(
-    "bnw,bwt->bnt", block_ancestors[..., :num_beams], context.visible, preferred_element_type=int
+    "bnw,bwt->bnt",
+    block_ancestors[..., :num_beams],
+    context.visible,
+    preferred_element_type=jnp.int32,
   )
   ancestor_entries = jnp.einsum(
-    "bnk,bke->bne", block_ancestors, entry_of_node, preferred_element_type=int
+    "bnk,bke->bne", block_ancestors, entry_of_node, preferred_element_type=jnp.int32
   )
-  entry_positions = jnp.einsum("bk,bke->be", positions, entry_of_node, preferred_element_type=int)
+  entry_positions = jnp.einsum(
+    "bk,bke->be", positions, entry_of_node, preferred_element_type=jnp.int32
+  )
   placed = NodePlacement(
     positions=gather(positions, nodes),
     key_positions=write_block(context.key_positions, entry_positions, context.slot),
@@ -131,12 +136,13 @@ def block_prefixes(
   """Return the text that ends at each node of a block, for logits processors."""
   num_beams = context.last_tokens.shape[1]
   tokens = jnp.concatenate([context.last_tokens, forest.tokens], axis=1)
-  roots = jnp.broadcast_to(jnp.arange(num_beams), context.last_tokens.shape)
+  roots = jnp.broadcast_to(jnp.arange(num_beams, dtype=jnp.int32), context.last_tokens.shape)
   ancestors = ancestor_mask(jnp.concatenate([roots, forest.parents], axis=1), depth)  # [B, F, F]
-  depths = ancestors.sum(axis=2) - 1
+  depths = ancestors.sum(axis=2, dtype=jnp.int32) - 1
   of_block = gather(ancestors, block.nodes)  # [B, M, F]
   text = gather(context.tokens, of_block[..., :num_beams].argmax(axis=2))  # [B, M, X]
-  slots, length = jnp.arange(text.shape[2]), context.length[:, None] + gather(depths, block.nodes)
+  slots = jnp.arange(text.shape[2])[None, None]
+  length = context.length[:, None] + gather(depths, block.nodes)
   # Each draft token on the path to a node is in the slot of its depth.
   in_slot = (context.length[:, None] - 1 + depths)[..., None] == slots  # [B, F, X]
   path = jnp.einsum("bmf,bfx->bmx", of_block * jnp.maximum(tokens, 0)[:, None], in_slot)

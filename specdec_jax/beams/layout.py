@@ -35,7 +35,7 @@ def committed_positions(
   prompt_length: Int[Array, " B"], num_beams: int, num_slots: int
 ) -> Int[Array, "B {num_slots}"]:
   """Return the position in the text of the committed token in each slot."""
-  slots, prompt_slots = jnp.arange(num_slots), prompt_length[:, None] - 1
+  slots, prompt_slots = jnp.arange(num_slots)[None], prompt_length[:, None] - 1
   step_positions = prompt_slots + (slots - prompt_slots) // num_beams - 1
   return jnp.where(slots < prompt_slots, slots, step_positions)
 
@@ -44,7 +44,8 @@ def slot_mask(
   slot: Int[Array, " B"], num_nodes: int, num_slots: int
 ) -> Bool[Array, "B {num_nodes} {num_slots}"]:
   """Return a mask that is True at the slot of each node; node i is in slot `slot + i`."""
-  return jnp.arange(num_slots) == (slot[:, None] + jnp.arange(num_nodes))[..., None]
+  slot_of_node = slot[:, None] + jnp.arange(num_nodes)[None]
+  return jnp.arange(num_slots)[None, None] == slot_of_node[..., None]
 
 
 def write_block(
@@ -53,7 +54,7 @@ def write_block(
   """Return `rows` with `block` written to the slots from `slot` on."""
 
   def write_row(row: Array, new: Array, first: Array) -> Array:
-    return lax.dynamic_update_slice(row, new, (*[0] * (row.ndim - 1), first))
+    return lax.dynamic_update_slice_in_dim(row, new, first, row.ndim - 1)
 
   return jax.vmap(write_row)(rows, block.astype(rows.dtype), slot)
 
@@ -75,7 +76,7 @@ def concatenate_prefix(
   The last element is repeated up to the full width.
   """
   size, skipped = first.shape[1], first.shape[1] - count[:, None]
-  position = jnp.arange(size + second.shape[1])
+  position = jnp.arange(size + second.shape[1])[None]
   index = jnp.where(position < count[:, None], position, position + skipped)
   both = jnp.concatenate([first, second], axis=1)
-  return gather(both, jnp.minimum(index, position[-1]))
+  return gather(both, jnp.minimum(index, position[:, -1:]))

@@ -271,7 +271,7 @@ class BeamSearcher(Settings):
     live = BeamState(
       beams=initial_beams(texts, length, num_beams),
       last_tokens=repeat(gather_one(first, length - 1)),
-      visible=repeat(jnp.arange(num_slots) < length[:, None] - 1),
+      visible=repeat(jnp.arange(num_slots)[None] < length[:, None] - 1),
       previous_tokens=jnp.zeros((batch, num_beams), jnp.int32),
       previous_visible=slot_mask(slot - num_beams, num_beams, num_slots),
       hidden=repeat(last_hidden),
@@ -285,7 +285,7 @@ class BeamSearcher(Settings):
       done=jnp.zeros(batch, bool),
       live=live,
       verified=empty_nodes(batch, num_cached, self._num_top, last_hidden),
-      last_entries=jnp.full((batch, num_beams), NO_ENTRY),
+      last_entries=jnp.full((batch, num_beams), NO_ENTRY, jnp.int32),
       target_cache=self.target.commit(cache, slot),
       draft_state=self.draft.init(params.draft, context, hidden),
       steps=jnp.zeros((max_new_tokens, batch), jnp.int32),
@@ -303,14 +303,15 @@ class BeamSearcher(Settings):
     """Return the texts of a search, with the best text of each row first."""
     beams, max_new_tokens = state.live.beams, len(state.steps)
     texts, scores, exists = best_first(beams)
-    new = state.start[:, None] + jnp.arange(max_new_tokens)
+    i = jnp.arange(max_new_tokens)[None]
+    new = state.start[:, None] + i
     last_slot = texts.shape[2] - 1
     tokens = jnp.take_along_axis(texts, jnp.minimum(new, last_slot)[:, None], axis=2)
     length_at_limit = (beams.length - state.start)[:, None]
-    is_eos = (tokens[..., None] == self._eos_ids).any(axis=-1)
-    is_eos &= jnp.arange(max_new_tokens) < length_at_limit[..., None]  # EOS may be token 0
+    is_eos = (tokens[..., None] == self._eos_ids[None, None, None]).any(axis=-1)
+    is_eos &= i[None] < length_at_limit[..., None]  # EOS may be token 0
     lengths = exists * jnp.where(is_eos.any(axis=2), is_eos.argmax(axis=2) + 1, length_at_limit)
-    tokens = jnp.where(jnp.arange(max_new_tokens) < lengths[..., None], tokens, 0)
+    tokens = jnp.where(i[None] < lengths[..., None], tokens, 0)
     return BeamResult(tokens, lengths, scores, state.steps, state.num_rounds, state.not_finite)
 
   def _replay(
@@ -332,7 +333,7 @@ class BeamSearcher(Settings):
     """
     live, depth = state.live, self.draft.depth
     num_beams, num_slots = self.num_beams, live.visible.shape[2]
-    live_nodes = jnp.broadcast_to(jnp.arange(num_beams), live.last_tokens.shape)
+    live_nodes = jnp.broadcast_to(jnp.arange(num_beams, dtype=jnp.int32), live.last_tokens.shape)
     path = [live_nodes]
     for level in range(depth + 1):
       # One step: each live beam receives the continuations of its node.
@@ -363,7 +364,7 @@ class BeamSearcher(Settings):
         is_node = live.last_tokens[..., None] == forest.tokens[:, None]
         is_node &= gather(live_nodes, chosen)[..., None] == forest.parents[:, None]
         is_node &= (block.entries[:, num_beams:] >= 0)[:, None]  # [B, w, N]
-        live_nodes = num_beams + is_node.argmax(axis=2)
+        live_nodes = num_beams + is_node.argmax(axis=2).astype(jnp.int32)
         path.append(live_nodes)
         all_verified = (is_node.any(axis=2) | jnp.isneginf(live.beams.log_probs)).all(axis=1)
         active &= all_verified & ~self._ended(state, live.beams)

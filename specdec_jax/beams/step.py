@@ -45,7 +45,7 @@ def initial_beams(tokens: Int[Array, "B X"], length: Int[Array, " B"], num_beams
   of the first one.
   """
   batch = len(tokens)
-  no_score = jnp.full((batch, num_beams), -jnp.inf)
+  no_score = jnp.full((batch, num_beams), -jnp.inf, jnp.float32)
   texts = jnp.repeat(tokens[:, None], num_beams, axis=1)
   return Beams(
     tokens=texts,
@@ -119,14 +119,14 @@ def step(
   parents = index // num_top
   last_tokens = gather(tokens.reshape(batch, -1), index)
   texts = gather(beams.tokens, parents)
-  is_new = jnp.arange(texts.shape[2]) == beams.length[:, None, None]
+  is_new = jnp.arange(texts.shape[2])[None, None] == beams.length[:, None, None]
   texts = jnp.where(is_new, last_tokens[..., None], texts)
-  ends = (last_tokens[..., None] == eos_ids).any(axis=-1)
+  ends = (last_tokens[..., None] == eos_ids[None, None]).any(axis=-1)
   ends &= (beams.length >= start)[:, None]  # not in a forced prefix
   finishes = ends
   if scorer.kind == "hf":
     ends |= (beams.length + 1 >= limit)[:, None]
-    finishes = ends & (jnp.arange(num_top) < num_beams)
+    finishes = ends & (jnp.arange(num_top) < num_beams)[None]
   finishes &= top > -jnp.inf
 
   # Live: the best w continuations that do not end.

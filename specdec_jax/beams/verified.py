@@ -42,7 +42,7 @@ def empty_nodes(batch: int, count: int, num_top: int, hidden: Float[Array, "B E"
   """Return `count` unused entries, for hidden states with the size and dtype of `hidden`."""
   return VerifiedNodes(
     tokens=jnp.zeros((batch, count), jnp.int32),
-    parents=jnp.full((batch, count), NO_ENTRY),
+    parents=jnp.full((batch, count), NO_ENTRY, jnp.int32),
     continuations=jnp.zeros((batch, count, num_top), jnp.int32),
     log_probs=jnp.zeros((batch, count, num_top), jnp.float32),
     hidden=jnp.zeros((batch, count, hidden.shape[-1]), hidden.dtype),
@@ -59,10 +59,10 @@ def find_child(
 ) -> Int[Array, "B K"]:
   """Return the entry of each token, given the entry of its parent; NO_ENTRY if not verified."""
   if not nodes.tokens.shape[1]:
-    return jnp.full(tokens.shape, NO_ENTRY)
+    return jnp.full(tokens.shape, NO_ENTRY, jnp.int32)
   matches = nodes.parents[:, None] == parents[..., None]
   matches &= (nodes.tokens[:, None] == tokens[..., None]) & (parents[..., None] >= 0)
-  return jnp.where(matches.any(axis=2), matches.argmax(axis=2), NO_ENTRY)
+  return jnp.where(matches.any(axis=2), matches.argmax(axis=2), NO_ENTRY).astype(jnp.int32)
 
 
 def continuation_log_prob(
@@ -74,7 +74,7 @@ def continuation_log_prob(
   parent.
   """
   if not nodes.tokens.shape[1]:
-    return jnp.full(tokens.shape, -jnp.inf)
+    return jnp.full(tokens.shape, -jnp.inf, jnp.float32)
   index = jnp.maximum(parents, 0)
   matches = (gather(nodes.continuations, index) == tokens[..., None]) & (parents[..., None] >= 0)
   return jnp.where(matches, gather(nodes.log_probs, index), -jnp.inf).max(axis=2)
@@ -92,15 +92,15 @@ def prune(
   if not count:
     no_entries = jnp.zeros((len(last_entries), 0), jnp.int32)
     empty = jax.tree.map(lambda x: x[:, :0], nodes)
-    return empty, jnp.full(last_entries.shape, NO_ENTRY), no_entries
-  entries = jnp.arange(nodes.tokens.shape[1])
+    return empty, jnp.full(last_entries.shape, NO_ENTRY, jnp.int32), no_entries
+  entries = jnp.arange(nodes.tokens.shape[1])[None, None]
   parents = jnp.maximum(nodes.parents, 0)
   reachable = (last_entries[..., None] == entries).any(axis=1)
   for _ in range(depth):  # each iteration adds one level of descendants
     reachable |= (nodes.parents >= 0) & gather(reachable, parents)
-  rank = jnp.cumsum(reachable, axis=1) - 1
+  rank = jnp.cumsum(reachable, axis=1, dtype=jnp.int32) - 1
   new_entries = jnp.where(reachable & (rank < count), rank, NO_ENTRY)  # [B, J]
-  moves_to = new_entries[:, None] == jnp.arange(count)[:, None]  # [B, Q, J]
+  moves_to = new_entries[:, None] == jnp.arange(count)[None, :, None]  # [B, Q, J]
   old_entries, is_used = moves_to.argmax(axis=2), moves_to.any(axis=2)
   cached = jax.tree.map(lambda x: gather(x, old_entries), nodes)
 

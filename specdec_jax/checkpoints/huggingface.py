@@ -25,6 +25,7 @@ WEIGHTS = "model.safetensors"
 _INDEX = "model.safetensors.index.json"  # says in which file each array is
 _GENERATION = "generation_config.json"
 _ADAPTER = "adapter_config.json"
+_TOP_K = 50  # default of transformers where a checkpoint samples
 _OF_TEXTS = "decoder_start_token_id", "eos_token_id"  # those of generation_config.json come first
 _TOKENS = (*_OF_TEXTS, "pad_token_id")
 _FORCED_EOS = {"bart": 2, "mbart": 2, "pegasus": 1, "marian": 0}  # defaults of config.json
@@ -161,10 +162,11 @@ def generation_of(fields: Mapping[str, Any], generation: Mapping[str, Any] | Non
   }
   do_sample = {"do_sample": settings.get("do_sample", False)}
 
-  def with_do_sample(given: Mapping[str, Any]) -> dict[str, Any]:
-    return (do_sample if "temperature" in given else {}) | dict(given)
+  def completed(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the settings with the defaults of transformers that depend on them."""
+    given = (do_sample if "temperature" in given else {}) | dict(given)
+    samples = given.get("do_sample") and settings.get("top_k") is None
+    return ({"top_k": _TOP_K} if samples else {}) | given
 
   tasks = fields.get("task_specific_params") or {}
-  return Generation(
-    with_do_sample(settings), {task: with_do_sample(given) for task, given in tasks.items()}
-  )
+  return Generation(completed(settings), {task: completed(given) for task, given in tasks.items()})

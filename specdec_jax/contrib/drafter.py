@@ -62,17 +62,17 @@ class PlaceholdersLayout:
   def place(
     self, length: Int[Array, " B"], first: Any, num_nodes: int, num_slots: int
   ) -> NodePlacement:
-    token_positions = length[:, None] + jnp.arange(self.num_tokens)
+    token_positions = length[:, None] + jnp.arange(self.num_tokens)[None]
     anchors = jnp.repeat(self.anchors, self.gamma, axis=1)  # [B, A N], that of each placeholder
-    rounds, offsets = jnp.divmod(jnp.arange(anchors.shape[1]), self.gamma)
+    rounds, offsets = jnp.divmod(jnp.arange(anchors.shape[1])[None], self.gamma)
     positions = anchors + 1 + offsets
-    slots = jnp.arange(num_slots)
+    slots = jnp.arange(num_slots)[None]
     # For each slot of the cache, the index of its placeholder; negative for a token.
     index = slots - token_positions[:, -1:] - 1  # [B, num_slots]
     key_positions = gather(positions, jnp.clip(index, 0, anchors.shape[1] - 1))
-    is_committed = slots <= anchors[..., None]
-    same_round = (index // self.gamma)[:, None] == rounds[:, None]
-    visible = [slots <= token_positions[..., None], is_committed | same_round]
+    is_committed = slots[None] <= anchors[..., None]
+    same_round = (index // self.gamma)[:, None] == rounds[..., None]
+    visible = [slots[None] <= token_positions[..., None], is_committed | same_round]
     return NodePlacement(
       jnp.concatenate([token_positions, positions], axis=1),
       jnp.where(index < 0, slots, key_positions),
@@ -167,7 +167,7 @@ class DrafterDraft(SpeculatorDraft):
   ) -> tuple[Proposal, Cache]:
     count = min(self.reread, context.tokens.shape[1])
     start = jnp.maximum(context.length - count, 0)
-    tokens = gather(context.tokens, start[:, None] + jnp.arange(count))
+    tokens = gather(context.tokens, start[:, None] + jnp.arange(count)[None])
     logits, state = self.head.module.apply(
       {"params": params},
       state.replace(length=start),

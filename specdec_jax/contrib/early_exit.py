@@ -47,7 +47,7 @@ class EachTokenLayout:
   def place(
     self, length: Int[Array, " B"], first: Any, num_nodes: int, num_slots: int
   ) -> NodePlacement:
-    positions = self.length[:, None] + jnp.arange(num_nodes)
+    positions = self.length[:, None] + jnp.arange(num_nodes)[None]
     cached = jnp.broadcast_to(
       jnp.arange(num_slots - num_nodes), (len(positions), num_slots - num_nodes)
     )

@@ -119,8 +119,8 @@ class FastestDraft(Draft):
 
   def init(self, params: Any, context: Context, hidden: Float[Array, "B C E"]) -> ChoiceState:
     inner = tuple(d.init(p, context, hidden) for d, p in zip(self.drafts, params, strict=True))
-    ones = jnp.ones((len(context.tokens), 1))
-    accepted = self.prior_tokens * jnp.array(self.alphas) * ones
+    ones = jnp.ones((len(context.tokens), 1), jnp.float32)
+    accepted = self.prior_tokens * jnp.array([self.alphas], jnp.float32) * ones
     idle = jnp.ones(accepted.shape, jnp.int32)
     return ChoiceState(inner, accepted, self.prior_tokens - accepted, idle)
 
@@ -128,15 +128,15 @@ class FastestDraft(Draft):
     """Return the expected speed of each draft; one that waits to be tried again comes first."""
     alpha = state.accepted / (state.accepted + state.rejected)
     gamma = self.tree.depth
-    num_tokens = (alpha[..., None] ** jnp.arange(gamma + 1)).sum(axis=-1)
-    speed = num_tokens / (gamma * jnp.array(self.costs) + 1)
+    num_tokens = (alpha[..., None] ** jnp.arange(gamma + 1)[None, None]).sum(axis=-1)
+    speed = num_tokens / (gamma * jnp.array([self.costs], jnp.float32) + 1)
     return jnp.where(state.idle >= self.patience, jnp.inf, speed)
 
   def propose(
     self, params: Any, state: ChoiceState, context: Context, rng: Keys
   ) -> tuple[Proposal, ChoiceState]:
     choice = self.speeds(state).argmax(axis=1)
-    is_chosen = choice[:, None] == jnp.arange(len(self.drafts))
+    is_chosen = choice[:, None] == jnp.arange(len(self.drafts))[None]
     proposals, inner = [], []
     for i, draft_state in enumerate(state.inner):
 
@@ -154,7 +154,7 @@ class FastestDraft(Draft):
       inner.append(draft_state)
     tokens, q = concatenated(proposals, self.vocab_size)
     gamma = self.tree.depth
-    slots = choice[:, None] * gamma + jnp.arange(gamma)
+    slots = choice[:, None] * gamma + jnp.arange(gamma)[None]
     proposal = jax.tree.map(lambda x: gather(x, slots), Proposal(tokens, q))
     idle = jnp.where(is_chosen, 0, state.idle + 1)
     return proposal, state._replace(inner=tuple(inner), idle=idle)

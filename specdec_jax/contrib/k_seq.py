@@ -48,7 +48,7 @@ def draft_token_probs(
 ) -> tuple[Float[Array, "B N"], Float[Array, "B N"]]:
   """Return rho q(x) and p(x) of each draft token x, where rho is the threshold of its siblings."""
   parents = np.array(tree.parents)
-  counts = tree.num_children[parents].astype(np.float32)
+  counts = tree.num_children[None, parents].astype(np.float32)
   parent_p = take(p, parents)
   rho = threshold(q, parent_p, counts)
   return rho * gather_token(q, tokens), gather_token(parent_p, tokens)
@@ -70,7 +70,7 @@ def threshold(
     too_small = 1 - (1 - beta) ** count > rho * beta
     return jnp.where(too_small, rho, low), jnp.where(too_small, high, rho)
 
-  ones = jnp.ones(q.shape[:-1])
+  ones = jnp.ones(q.shape[:-1], q.dtype)
   return lax.fori_loop(0, 24, halve, (ones, ones * count))[1]
 
 

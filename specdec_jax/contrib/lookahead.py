@@ -113,8 +113,8 @@ class LookaheadDraft(Draft):
   def init(self, params: Any, context: Context, hidden: Float[Array, "B C E"]) -> Lookahead:
     prompt, width = context.prompt, self.window
     size = jnp.maximum((prompt != PAD_ID).sum(axis=1), 1)[:, None]
-    offsets = jnp.arange(self.gamma)[:, None] + jnp.arange(width)  # [gamma, width]
-    tokens = gather(prompt, offsets.reshape(-1) % size)
+    offsets = jnp.arange(self.gamma)[:, None] + jnp.arange(width)[None]  # [gamma, width]
+    tokens = gather(prompt, offsets.reshape(1, -1) % size)
     tokens = jnp.where(tokens < self.vocab_size, tokens, NO_TOKEN).astype(jnp.int32)
     shape = len(prompt), self.vocab_size, self.num_ngrams, self.gamma
     return Lookahead(tokens.reshape(-1, self.gamma, width), jnp.zeros(shape, jnp.int32))

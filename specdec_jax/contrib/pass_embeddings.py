@@ -111,5 +111,5 @@ class PassHead(DraftHead):
     cache = model.commit(cache, cache.length + anchor)
     variables = {"params": target_params}
     logits = module_of(target).apply(variables, cache, block, method="extend_embedded")[0]
-    positions = anchor[:, None, None] + jnp.arange(1, self.gamma)
+    positions = anchor[:, None, None] + jnp.arange(1, self.gamma)[None, None]
     return TrainingLogits(logits[:, None, 1:], positions)

@@ -60,7 +60,7 @@ class PathsModel(WrappedModel):
     if path is None:
       return self.model.commit(cache, length)
     paths = leaf_paths(require_static("a batch of paths", tree))
-    is_on = (path[:, None] == paths[:, 1:]) | (path[:, None] == 0)  # [B, paths, D]
+    is_on = (path[:, None] == paths[None, :, 1:]) | (path[:, None] == 0)  # [B, paths, D]
     row = jnp.arange(len(path)) * len(paths) + is_on.all(axis=-1).argmax(axis=1)
     # Arrays that rows share, such as the encoded source, have not been repeated.
     cache = jax.tree.map(lambda x, old: old if x.shape == old.shape else x[row], *cache)

@@ -89,7 +89,7 @@ class RealignedDraft(WrappedDraft):
     return self._tree_and_order[0]
 
   def init(self, params: Any, context: Context, hidden: Float[Array, "B C E"]) -> RealignedState:
-    realigned = jnp.full((len(context.tokens), self.num_realigned), NO_TOKEN)
+    realigned = jnp.full((len(context.tokens), self.num_realigned), NO_TOKEN, jnp.int32)
     return RealignedState(self.draft.init(params, context, hidden), realigned)
 
   def propose(
@@ -126,7 +126,7 @@ def realign(
   """
   gamma = chain_tokens.shape[1]
   is_correction = chain_tokens == correction[:, None]
-  is_correction &= jnp.arange(gamma) >= num_accepted[:, None]
+  is_correction &= jnp.arange(gamma)[None] >= num_accepted[:, None]
   replaced = jnp.where(is_correction.any(axis=1), is_correction.argmax(axis=1), num_accepted)
   padded = jnp.pad(chain_tokens, ((0, 0), (0, 1)), constant_values=NO_TOKEN)
-  return gather(padded, jnp.minimum(replaced[:, None] + 1 + jnp.arange(count), gamma))
+  return gather(padded, jnp.minimum(replaced[:, None] + 1 + jnp.arange(count)[None], gamma))

@@ -215,52 +215,52 @@ class RetrievalDraft(Draft):
     """Return the trie of the continuations of the longest suffix that occurs in the datastore."""
     most, depth = self.max_context, self.tree.depth
     # Row n - 1 of `suffixes` [B, most, most] holds the last n tokens, and then arbitrary tokens.
-    n, i = jnp.arange(1, most + 1)[:, None], jnp.arange(most)
+    n, i = jnp.arange(1, most + 1)[None, :, None], jnp.arange(most)[None, None]
     slots = context.length[:, None, None] - n + i
     slots = jnp.clip(slots, 0, context.tokens.shape[1] - 1)
     suffixes = jax.vmap(lambda row, slots: row[slots])(context.tokens, slots)
     low, high = _interval(store, suffixes, i < n)
-    occurs = (high > low) & (n[:, 0] <= context.length[:, None])
+    occurs = (high > low) & (n[:, :, 0] <= context.length[:, None])
     # Index of the longest suffix that occurs. If no suffix occurs, it is the index of the longest
     # suffix, which has no match.
     longest = most - 1 - occurs[:, ::-1].argmax(axis=1, keepdims=True)
     low = gather(low, longest)
     num_found = gather(jnp.where(occurs, high, low) - low, longest)  # [B, 1]
-    rank = jnp.arange(self.num_matches)
+    rank = jnp.arange(self.num_matches)[None]
     is_match = rank < num_found
     # The steps are floats, because the product of integers could exceed 32 bits.
     step = jnp.maximum(1.0, num_found / self.num_matches)
     match = jnp.minimum(low + (rank * step).astype(jnp.int32), len(store.places) - 1)
     start = store.places[match] + longest + 1
-    tokens = store.tokens[start[..., None] + jnp.arange(depth)]  # [B, matches, D]
+    tokens = store.tokens[start[..., None] + jnp.arange(depth)[None, None]]  # [B, matches, D]
     if self.tokens_per_match is not None:
-      is_within = jnp.arange(depth) < self.tokens_per_match * (longest + 1)  # [B, D]
+      is_within = jnp.arange(depth)[None] < self.tokens_per_match * (longest + 1)  # [B, D]
       tokens = jnp.where(is_within[:, None], tokens, -1)
     # A continuation is a leader from its first token that differs from the previous continuation.
     before = jnp.pad(tokens, ((0, 0), (1, 0), (0, 0)), constant_values=-2)[:, :-1]
     is_leader = is_match[..., None] & (jnp.cumsum(tokens != before, axis=2) > 0)
-    leader = lax.cummax(jnp.where(is_leader, rank[:, None], 0), axis=1)
+    leader = lax.cummax(jnp.where(is_leader, rank[..., None], 0), axis=1)
     same_node = (leader[:, :, None] == leader[:, None]) & is_match[:, None, :, None]
     counts = jnp.where(is_leader & (tokens >= 0), same_node.sum(axis=2), 0)
     return _Trie(tokens, leader, counts)
 
 
 def _interval(
-  store: Datastore, suffixes: Int[Array, "B most most"], is_token: Bool[Array, "most most"]
+  store: Datastore, suffixes: Int[Array, "B most most"], is_token: Bool[Array, "1 most most"]
 ) -> tuple[Int[Array, "B most"], Int[Array, "B most"]]:
   """Return, by bisection, the interval [low, high) of `store.places` in which each suffix occurs.
 
   Row n - 1 of `suffixes` holds the last n tokens, where `is_token` is True.
   """
   passes_equal = jnp.array([False, True])  # the upper bound is past the places that are equal
-  size = len(store.places)
+  size, i = len(store.places), jnp.arange(suffixes.shape[-1])[None, None, None]
 
   def halve(_, bounds):
     low, high = bounds  # [B, most, 2]
     middle = (low + high) // 2
     place = store.places[jnp.minimum(middle, size - 1)]
-    tokens = store.tokens[place[..., None] + jnp.arange(suffixes.shape[-1])]  # [B, most, 2, most]
-    differs = (tokens != suffixes[:, :, None]) & is_token[:, None]
+    tokens = store.tokens[place[..., None] + i]  # [B, most, 2, most]
+    differs = (tokens != suffixes[:, :, None]) & is_token[:, :, None]
     first = differs.argmax(axis=-1)
     wanted = gather_token(jnp.broadcast_to(suffixes[:, :, None], tokens.shape), first)
     is_smaller = gather_token(tokens, first) < wanted
@@ -282,7 +282,9 @@ def _most_frequent_nodes(trie: _Trie, tree: DynamicTree) -> Proposal:
   # A node is at most as frequent as its parent, and `top_k` takes the first of equal counts.
   # Therefore the parents of selected nodes are selected too.
   selected = jnp.sort(lax.top_k(by_level(trie.counts), tree.num_draft_tokens)[1], axis=1)  # [B, N]
-  parent_level = jnp.arange(-1, depth - 1) * num_matches  # first index of the level of the parent
+  parent_level = (
+    jnp.arange(-1, depth - 1)[None, None] * num_matches
+  )  # first index of the level of the parent
   parents = parent_level + jnp.pad(trie.leader, ((0, 0), (0, 0), (1, 0)))[..., :depth]
   parent_nodes = 1 + jax.vmap(jnp.searchsorted)(selected, gather(by_level(parents), selected))
   exists = gather(by_level(trie.counts), selected) > 0

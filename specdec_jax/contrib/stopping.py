@@ -111,11 +111,12 @@ class StoppingDraft(WrappedDraft):
     logits, cache = self.draft.start_round(params, state, context)
     keys = depth_keys(self.draft.options, context, rng, gamma)
     first, q, text = sample_next(self.draft, keys[0], context, logits)
-    is_proposed, reach = self.proposes(threshold, jnp.ones(len(logits)), logits)
-    tokens = jnp.full((len(logits), gamma), -1).at[:, 0].set(jnp.where(is_proposed, first, -1))
+    is_proposed, reach = self.proposes(threshold, jnp.ones(len(logits), jnp.float32), logits)
+    tokens = jnp.full((len(logits), gamma), -1, jnp.int32)
+    tokens = tokens.at[:, 0].set(jnp.where(is_proposed, first, -1))
     if q is not None:
       first_q = jnp.where(is_proposed[:, None], q, 0.0)
-      q = jnp.zeros((*tokens.shape, logits.shape[-1])).at[:, 0].set(first_q)
+      q = jnp.zeros((*tokens.shape, logits.shape[-1]), jnp.float32).at[:, 0].set(first_q)
 
     def any_row_continues(carry):
       num_proposed, _, _, reach, *_ = carry
@@ -172,7 +173,7 @@ class AdaptiveStoppingDraft(StoppingDraft):
       object.__setattr__(self, name, require_number(name, getattr(self, name), 0, 1))
 
   def init(self, params: Any, context: Context, hidden: Float[Array, "B C E"]) -> AdaptiveState:
-    rows = jnp.ones(len(context.tokens))
+    rows = jnp.ones(len(context.tokens), jnp.float32)
     inner = self.draft.init(params, context, hidden)
     return AdaptiveState(inner, self.threshold * rows, self.goal * rows)
 
@@ -184,7 +185,7 @@ class AdaptiveStoppingDraft(StoppingDraft):
     return proposal, state._replace(inner=inner)
 
   def observe(self, params: Any, state: AdaptiveState, outcome: Outcome) -> AdaptiveState:
-    num_proposed = (outcome.proposal.tokens >= 0).sum(axis=1)
+    num_proposed = (outcome.proposal.tokens >= 0).sum(axis=1, dtype=jnp.float32)
     of_round = outcome.verification.num_accepted / num_proposed
     rate = self.memory * state.rate + (1 - self.memory) * of_round
     threshold = state.threshold + jnp.where(rate <= self.goal, self.step, -self.step)

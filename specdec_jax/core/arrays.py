@@ -37,6 +37,11 @@ def gather_or_zero(x: Float[Array, "B N E"], index: Int[Array, " B"]) -> Float[A
   return jnp.where(index[:, None] < 0, 0, gather_one(x, jnp.maximum(index, 0)))
 
 
+def expanded(x: Shaped[Array, "*rest"], like: Array) -> Shaped[Array, "..."]:
+  """Return x with leading axes of size 1, as many axes as `like`."""
+  return lax.expand_dims(x, range(like.ndim - x.ndim))
+
+
 def take(
   x: Shaped[Array, "B N *rest"], places: Sequence[int] | np.ndarray
 ) -> Shaped[Array, "B K *rest"]:
@@ -54,10 +59,10 @@ def place_tokens(
   count: Int[Array, " B"] | int,
 ) -> Shaped[Array, "B T *rest"]:
   """Return `row` with the first `count` tokens of `block` at slots `start`, `start + 1`, ..."""
-  offset = jnp.arange(row.shape[1]) - start[:, None]
+  offset = jnp.arange(row.shape[1])[None] - start[:, None]
   num_placed = count if isinstance(count, int) else count[:, None]
   inside = (offset >= 0) & (offset < num_placed)
-  moved = gather(block, jnp.clip(offset, 0, block.shape[1] - 1))
+  moved = gather(block.astype(row.dtype), jnp.clip(offset, 0, block.shape[1] - 1))
   return jnp.where(inside.reshape(*inside.shape, *[1] * (row.ndim - 2)), moved, row)
 
 
@@ -67,10 +72,10 @@ def write_slots(
   """Return `cache` with `block` in slots `start` to `start + K - 1` of each row (D: head size)."""
   block = block.astype(cache.dtype)
   if len(start) == 1:  # a slice; several rows are a scatter, which checks its bounds
-    return lax.dynamic_update_slice(cache, block, (0, 0, start[0], 0))
+    return lax.dynamic_update_slice_in_dim(cache, block, start[0], axis=2)
 
   def write_row(row, new, slot):
-    return lax.dynamic_update_slice(row, new, (0, slot, 0))
+    return lax.dynamic_update_slice_in_dim(row, new, slot, axis=1)
 
   return jax.vmap(write_row)(cache, block, start)
 
@@ -96,4 +101,4 @@ def split_rows(rng: Keys, count: int = 2) -> Key[Array, "{count} B"]:
 
 def uniform_rows(rng: Keys, count: int) -> Float[Array, "B {count}"]:
   """Sample `count` uniforms in [0, 1) for each row, from the key of that row."""
-  return jax.vmap(lambda key: jax.random.uniform(key, (count,)))(rng)
+  return jax.vmap(lambda key: jax.random.uniform(key, (count,), jnp.float32))(rng)

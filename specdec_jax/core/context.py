@@ -81,24 +81,24 @@ def node_prefixes(
   """
   nodes = np.arange(tree.num_nodes)[first:last]
   draft_tokens = jnp.pad(jnp.maximum(draft_tokens, 0), ((0, 0), (0, 1)))  # -1 was not proposed
-  slots, start = jnp.arange(context.tokens.shape[1]), context.length[:, None]
+  slots, start = jnp.arange(context.tokens.shape[1])[None, None], context.length[:, None]
   if tree.is_chain:
     text = place_tokens(context.tokens, draft_tokens, context.length, draft_tokens.shape[1])[
       :, None
     ]
-    length = start + nodes
+    length = start + nodes[None]
   else:
     # Each text is the committed tokens and the path to its node, one node per depth.
     batch, depths, ancestors = len(draft_tokens), tree.row_depths, tree.row_ancestors[:, nodes]
-    at_depth = depths[:, None] == jnp.arange(1, tree.depth + 1)[:, None]
+    at_depth = depths[:, None] == jnp.arange(1, tree.depth + 1)[None, :, None]
     path = (ancestors[:, :, None] & at_depth[:, None]).argmax(axis=-1)  # [B or 1, nodes, D]
     path = jnp.broadcast_to(path, (batch, *path.shape[1:])).reshape(batch, -1)
     tokens = gather(draft_tokens, jnp.clip(path - 1, 0, draft_tokens.shape[1] - 1))
     tokens = tokens.reshape(batch, len(nodes), -1)
-    offset = jnp.clip(slots - start, 0, tree.depth - 1)
-    offset = jnp.broadcast_to(offset[:, None], (batch, len(nodes), len(slots)))
+    offset = jnp.clip(slots - start[..., None], 0, tree.depth - 1)
+    offset = jnp.broadcast_to(offset, (batch, len(nodes), slots.shape[2]))
     text = jnp.take_along_axis(tokens, offset, axis=2)
-    text = jnp.where((slots < start)[:, None], context.tokens[:, None], text)
+    text = jnp.where(slots < start[..., None], context.tokens[:, None], text)
     length = start + depths[:, nodes]
   text = jnp.where(slots < length[..., None], text, 0)
   prompt_length, limit = context.prompt_length, context.limit

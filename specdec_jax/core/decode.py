@@ -274,7 +274,7 @@ class Decoder(Settings):
       rounds=empty_rounds(tree, max_new_tokens, batch),
       num_rounds=jnp.zeros(batch, jnp.int32),
       not_finite=jnp.full(batch, -1, jnp.int32),
-      log_probs=jnp.zeros((batch, num_slots, 2)) if self.records_log_probs else None,
+      log_probs=jnp.zeros((batch, num_slots, 2), jnp.float32) if self.records_log_probs else None,
     )
     # One round needs logits of the target at every node, and q of every draft token.
     num_distributions = tree.num_nodes + tree.num_draft_tokens
@@ -287,7 +287,7 @@ class Decoder(Settings):
   def result(self, state: DecodeState) -> DecodeResult:
     """Return the new tokens in a state, and the data of its rounds."""
     rounds = unpacked_rounds(self.draft.tree, state.rounds)
-    new = state.prompt_length[:, None] + jnp.arange(len(rounds.num_accepted))
+    new = state.prompt_length[:, None] + jnp.arange(len(rounds.num_accepted))[None]
     exists = new < state.length[:, None]
     tokens = jnp.where(exists, gather(state.tokens, new), 0)
     lengths = jnp.maximum(state.length - state.prompt_length, 0)
@@ -331,18 +331,18 @@ class Decoder(Settings):
       the text; and whether the row ends.
     """
     eos_id = self.target.eos_id if self.eos_id is None else self.eos_id
-    eos_ids = jnp.atleast_1d(jnp.asarray(eos_id))
+    eos_ids = jnp.asarray(eos_id).reshape(1, 1, -1)
     n, path, draft_tokens = verification.num_accepted, verification.path, proposal.tokens
     if path is not None:
       draft_tokens = gather(draft_tokens, jnp.maximum(path - 1, 0))
-    i = jnp.arange(draft_tokens.shape[1] + 1)
+    i = jnp.arange(draft_tokens.shape[1] + 1)[None]
     padded = jnp.pad(draft_tokens, ((0, 0), (0, 1)))
     emitted = jnp.where(i < n[:, None], padded, verification.next_token[:, None])
     is_eos = (emitted[..., None] == eos_ids).any(axis=-1) & (i <= n[:, None])
     is_eos &= state.length[:, None] + i >= state.prompt_length[:, None]  # not in a forced prefix
     num_emitted = jnp.where(is_eos.any(axis=1), is_eos.argmax(axis=1), n) + 1
     num_emitted = jnp.minimum(num_emitted, state.limit - state.length)
-    num_emitted = jnp.where(state.done | ~finite, 0, num_emitted)
+    num_emitted = jnp.where(state.done | ~finite, 0, num_emitted).astype(jnp.int32)
     emits_eos = (is_eos & (i < num_emitted[:, None])).any(axis=1)
     reaches_limit = state.length + num_emitted >= state.limit
     return emitted, num_emitted, emits_eos | reaches_limit | ~finite
@@ -449,9 +449,11 @@ def _recorded(
   # A round may propose fewer tokens than the array has room for (experiments/gamma/adaptive.py).
   missing = state.rounds.shape[-1] - sum(field.shape[1] for field in fields)
   fields[0] = jnp.pad(proposal.tokens, ((0, 0), (0, missing)), constant_values=-1)
-  record = jnp.concatenate(fields, axis=1)
+  record = jnp.concatenate(fields, axis=1).astype(state.rounds.dtype)
   if len(record) == 1:
-    return lax.dynamic_update_slice(state.rounds, record[:, None], (0, state.num_rounds[0], 0))
+    return lax.dynamic_update_slice_in_dim(
+      state.rounds, record[:, None], state.num_rounds[0], axis=1
+    )
   # The numbers of a row are on one axis: with two, a program for a TPU needs more memory.
   write = jax.vmap(lambda row, new, start: lax.dynamic_update_slice(row, new, (start,)))
   flat, starts = state.rounds.reshape(len(record), -1), state.num_rounds * record.shape[1]

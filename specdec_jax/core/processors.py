@@ -110,7 +110,8 @@ class NoRepeatNgram(LogitsProcessor):
 
     # Position j completes an n-gram if the n - 1 tokens before it are the last ones of the text. No
     # position does if n exceeds the number of positions.
-    enough = (positions >= self.size - 1) & (prefixes.length >= self.size - 1)[..., None]
+    enough = (prefixes.length >= self.size - 1)[..., None]
+    enough &= (positions >= self.size - 1)[None, None]
     last = jnp.minimum(self.size, len(positions))
     matches = lax.fori_loop(1, last, match_one_more, exists & enough)
     tokens = jnp.broadcast_to(tokens, matches.shape)
@@ -149,11 +150,11 @@ class SequenceBias(LogitsProcessor):
 
   def __call__(self, logits: Float[Array, "B K V"], prefixes: Prefixes) -> Float[Array, "B K V"]:
     sequences, biases = jnp.asarray(self.sequences), jnp.asarray(self.biases)
-    before, last = sequences[:, :-1], sequences[:, -1]
-    num_before = before.shape[1]
+    before, last = sequences[None, None, :, :-1], sequences[:, -1]
+    num_before = before.shape[3]
     ends = _token_before_end(prefixes, jnp.arange(num_before, 0, -1))[:, :, None]
     matches = ((before == _ANY) | (before == ends)).all(axis=-1)
-    lengths = (sequences != _ANY).sum(axis=1)
+    lengths = (sequences != _ANY).sum(axis=1)[None, None]
     matches &= (lengths == 1) | (lengths <= prefixes.length[..., None])
     return logits.at[:, :, last].add(jnp.where(matches, biases, 0.0))
 
@@ -174,7 +175,7 @@ class MinLength(LogitsProcessor):
   def __call__(self, logits: Float[Array, "B K V"], prefixes: Prefixes) -> Float[Array, "B K V"]:
     num_new = prefixes.length - prefixes.prompt_length[:, None]
     short = (prefixes.length < self.min_length) | (num_new < self.min_new_tokens)
-    excluded = short[..., None] & _among(self.eos_ids, logits.shape[-1])
+    excluded = short[..., None] & _among(self.eos_ids, logits.shape[-1])[None, None]
     return jnp.where(excluded, -jnp.inf, logits)
 
 
@@ -220,7 +221,7 @@ class ForcedPrefix(LogitsProcessor):
     index = prefixes.length - prefixes.prompt_length[:, None] + (tokens >= 0).sum(axis=1)[:, None]
     token = jnp.take_along_axis(tokens, jnp.clip(index, 0, tokens.shape[1] - 1), axis=1)
     is_forced = prefixes.length < prefixes.prompt_length[:, None]
-    forced = jnp.where(token[..., None] == jnp.arange(logits.shape[-1]), 0.0, -jnp.inf)
+    forced = jnp.where(token[..., None] == jnp.arange(logits.shape[-1])[None, None], 0.0, -jnp.inf)
     return jnp.where(is_forced[..., None], forced, logits)
 
 
@@ -259,12 +260,12 @@ def _tokens_of(
   tokens, length = prefixes.tokens, prefixes.length
   if of_prompt:
     length = jnp.minimum(length, prefixes.prompt_length[:, None])
-  return tokens, jnp.arange(tokens.shape[-1]) < length[..., None]
+  return tokens, jnp.arange(tokens.shape[-1])[None, None] < length[..., None]
 
 
 def _token_before_end(prefixes: Prefixes, i: Any) -> Int[Array, "B K M"]:
   """Return the i-th last token of each text, for one i or [M]; _NONE if there are fewer tokens."""
-  index = prefixes.length[..., None] - i
+  index = prefixes.length[..., None] - jnp.reshape(i, (1, 1, -1))
   token = jnp.take_along_axis(prefixes.tokens, jnp.maximum(index, 0), axis=2)
   return jnp.where(index < 0, _NONE, token)
 
@@ -351,7 +352,7 @@ class TrieConstraint(LogitsProcessor):
     node = self._nodes(tokens, first_edges, prefixes)
     first = first_edges[jnp.maximum(node, 0)][..., None]
     last = jnp.where(node == _OUTSIDE, 0, first_edges[jnp.maximum(node, 0) + 1])[..., None]
-    edges = first + jnp.arange(self.max_children)
+    edges = first + jnp.arange(self.max_children)[None, None]
     vocab_size = logits.shape[-1]
     allowed = jnp.where(edges < last, tokens[jnp.minimum(edges, len(tokens) - 1)], vocab_size)
 

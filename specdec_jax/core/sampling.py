@@ -16,7 +16,7 @@ from jax import Array, lax
 from jax.typing import ArrayLike
 from jaxtyping import Bool, Float, Int, Key, Shaped
 
-from specdec_jax.core.arrays import Keys, fold_in_rows, gather_one, take
+from specdec_jax.core.arrays import Keys, expanded, fold_in_rows, gather_one, take
 from specdec_jax.core.settings import Settings, is_neutral, traced
 from specdec_jax.errors import InputError, require_count, require_number
 
@@ -74,7 +74,7 @@ def distribution(logits: Float[Array, "*batch V"], sampling: Sampling) -> Float[
   """
   logits = logits.astype(jnp.float32)
   if sampling.is_argmax:
-    return jax.nn.one_hot(argmax(logits), logits.shape[-1])
+    return jax.nn.one_hot(argmax(logits), logits.shape[-1], dtype=jnp.float32)
   # Subtract the maximum first, so that a tiny temperature does not overflow.
   logits = (logits - logits.max(axis=-1, keepdims=True)) / sampling.temperature
   if not is_neutral(sampling.top_k, 0):
@@ -96,13 +96,18 @@ def split_keys(rng: Any, batch: int) -> Key[Array, " {batch}"]:
 
 def row_keys(seed: int, start: int | np.integer, count: int) -> Key[Array, " {count}"]:
   """Return the keys of texts `start` to `start + count - 1`, made from their indices and `seed`."""
-  rows = jnp.arange(start, start + count)
-  return jax.vmap(lambda row: jax.random.fold_in(jax.random.key(seed), row))(rows)
+  key, rows = key_of(seed), jnp.arange(start, start + count)
+  return jax.vmap(lambda row: jax.random.fold_in(key, row))(rows)
+
+
+def key_of(seed: int) -> Key[Array, ""]:
+  """Return the key of a seed, which is the same with `jax_enable_x64`, also if it is negative."""
+  return jax.random.key(np.uint32(seed % 2**32))
 
 
 def position_keys(rng: Keys, length: Int[Array, " B"], count: int) -> Key[Array, "B {count}"]:
   """Return the keys of positions `length` to `length + count - 1` of each row."""
-  return jax.vmap(fold_in_rows, (None, 1), 1)(rng, length[:, None] + jnp.arange(count))
+  return jax.vmap(fold_in_rows, (None, 1), 1)(rng, length[:, None] + jnp.arange(count)[None])
 
 
 def sample_logits(
@@ -126,7 +131,7 @@ def perturbed(
     return logits
 
   def noise(key: Key[Array, ""]) -> Float[Array, " V"]:
-    return jax.random.gumbel(key, logits.shape[-1:])
+    return jax.random.gumbel(key, logits.shape[-1:], jnp.float32)
 
   gumbel = jax.vmap(noise)(rng.reshape(-1)).reshape(logits.shape)
   return jnp.log(distribution(logits, sampling)) + gumbel
@@ -189,7 +194,7 @@ def sample_siblings(
       token = _sample_nodes(take(keys[:, rank], nodes), q)
     else:
       token = argmax(jnp.where(scores.max(axis=-1, keepdims=True) > -jnp.inf, scores, logits))
-    is_taken = token[..., None] == jnp.arange(logits.shape[-1])
+    is_taken = token[..., None] == jnp.arange(logits.shape[-1])[None, None]
     remaining = _excluding(is_taken, remaining, 0.0)
     logits, scores = (_excluding(is_taken, x, -jnp.inf) for x in (logits, scores))
     levels.append((nodes, token, q))
@@ -213,7 +218,7 @@ def _greedy_siblings(
   """Return a sampled first child and the most probable tokens for each node, and their q."""
   top = lax.top_k(probs, int(counts.max()))[1]  # [B, nodes, W], the most probable tokens
   is_child = np.arange(counts.max()) < counts[:, None] - 1
-  is_top = jax.nn.one_hot(top, probs.shape[-1]) * is_child[..., None]
+  is_top = jax.nn.one_hot(top, probs.shape[-1], dtype=probs.dtype) * is_child[None, ..., None]
   rest = 1 - is_top.sum(axis=2)
   q = _renormalized(probs * rest, jnp.where(rest > 0, logits, -jnp.inf))
   tokens = jnp.concatenate([_sample_nodes(keys, q)[..., None], top], axis=2)
@@ -225,7 +230,7 @@ def _renormalized(
 ) -> Float[Array, "B nodes V"]:
   """Return weights divided by their sum; where all are 0, a one-hot at the largest logit."""
   mass = weights.sum(axis=-1, keepdims=True)
-  most_probable = jax.nn.one_hot(argmax(logits), logits.shape[-1])
+  most_probable = jax.nn.one_hot(argmax(logits), logits.shape[-1], dtype=weights.dtype)
   return jnp.where(mass > 0, weights / jnp.where(mass > 0, mass, 1.0), most_probable)
 
 
@@ -243,7 +248,7 @@ def sample(rng: Keys, weights: Float[Array, "B V"]) -> Int[Array, " B"]:
   two methods take 2 and 86 microseconds. A token of weight 0 is never sampled.
   """
   blocks = in_blocks(weights, 64, 0)
-  u = jax.vmap(lambda key: jax.random.uniform(key, (2,)))(rng)
+  u = jax.vmap(lambda key: jax.random.uniform(key, (2,), jnp.float32))(rng)
   block = _invert(u[:, 0], blocks.sum(axis=-1))
   return block * 64 + _invert(u[:, 1], gather_one(blocks, block))
 
@@ -260,7 +265,7 @@ def argmax(logits: Float[Array, "*batch V"]) -> Int[Array, "*batch"]:
   """Return the most probable token; in a tie, the one with the smallest id."""
   return lax.platform_dependent(
     logits,
-    cuda=lambda logits: jnp.argmax(logits, axis=-1),
+    cuda=lambda logits: lax.argmax(logits, logits.ndim - 1, jnp.int32),
     default=lambda logits: _first(logits == logits.max(axis=-1, keepdims=True)),
   )
 
@@ -433,7 +438,8 @@ def _threshold_in_few_passes(
   while shift:
     count = min(at_once, shift)
     shift -= count
-    deeper = threshold | jnp.arange(1 << count, dtype=jnp.int32) << shift
+    added = jnp.arange(1 << count, dtype=jnp.int32) << shift
+    deeper = threshold | expanded(added, threshold)
     weight = jnp.where(bits < deeper[..., None], weights, 0).sum(axis=-1)
     threshold = jnp.where(weight < total, deeper, threshold).max(axis=-1, keepdims=True)
   return threshold

@@ -229,8 +229,8 @@ def place_chain(
 ) -> NodePlacement:
   """Return the placement of nodes `first` to `first + num_nodes - 1` of a chain."""
   key_positions = jnp.arange(num_slots)
-  positions = (length + first)[:, None] + jnp.arange(num_nodes)
-  return NodePlacement(positions, key_positions, key_positions <= positions[..., None])
+  positions = (length + first)[:, None] + jnp.arange(num_nodes)[None]
+  return NodePlacement(positions, key_positions, key_positions[None, None] <= positions[..., None])
 
 
 def _place_tree(
@@ -242,7 +242,7 @@ def _place_tree(
   to its ancestors and to itself.
   """
   slots = jnp.arange(num_slots)
-  node = slots - length[:, None]  # [B, T], negative before the tree
+  node = slots[None] - length[:, None]  # [B, T], negative before the tree
   clipped = jnp.clip(node, 0, tree.num_nodes - 1)
   depths, ancestors = tree.row_depths, tree.row_ancestors
   slot_depths = jnp.take_along_axis(depths, clipped, axis=1)
@@ -259,7 +259,11 @@ def ancestor_mask(parents: Int[Array, "B K"], depth: int) -> Bool[Array, "B K K"
   A root is its own parent. `depth` is the maximum distance between a node and an ancestor.
   """
   num_nodes = parents.shape[1]
-  near = jnp.minimum(jax.nn.one_hot(parents, num_nodes) + jnp.eye(num_nodes), 1)
+  near = jnp.minimum(
+    jax.nn.one_hot(parents, num_nodes, dtype=jnp.float32)
+    + np.eye(num_nodes, dtype=np.float32)[None],
+    1,
+  )
   for _ in range(math.ceil(math.log2(max(1, depth)))):  # each pass doubles the distance
     near = jnp.minimum(near @ near, 1)
   return near > 0
@@ -365,7 +369,7 @@ def path_to(tree: AnyTree, node: Int[Array, " B"]) -> Int[Array, "B D"] | None:
     return None
   if isinstance(tree, DynamicTree):
     on_path = gather(tree.row_ancestors, node[:, None])  # [B, 1, K]
-    at_depth = tree.row_depths[:, None] == jnp.arange(1, tree.depth + 1)[:, None]  # [B, D, K]
+    at_depth = tree.row_depths[:, None] == jnp.arange(1, tree.depth + 1)[None, :, None]  # [B, D, K]
     return (on_path & at_depth).argmax(axis=-1).astype(jnp.int32)
   paths = np.zeros((tree.num_nodes, tree.depth), np.int32)
   for end in range(tree.num_nodes):

@@ -88,6 +88,12 @@ class Vocabulary(abc.ABC):
     """Return the beginning of `decode(ids)` that no further tokens can change."""
     return _UNSTABLE.sub("", self.decode(ids), count=1)
 
+  def space_before(self, ids: Iterable[int]) -> str:
+    """Return the space with which the first piece of a text begins and the text does not, or ''."""
+    pieces = self.pieces([int(i) for i in ids if int(i) not in self.special_ids])
+    is_removed = "".join(pieces[:1]).startswith(" ") and not self.decode(ids).startswith(" ")
+    return " " * is_removed
+
   @abc.abstractmethod
   def pieces(self, ids: Sequence[int]) -> list[str]:
     """Return the text that each token has inside a text, with a leading space if it starts a word.

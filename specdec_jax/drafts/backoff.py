@@ -102,7 +102,7 @@ class BackoffDraft(Draft):
 
   def propose(self, params: Any, state: Any, context: Context, rng: Keys) -> tuple[Proposal, Any]:
     tree, num_context = require_static("an n-gram draft", self.tree), self.order - 1
-    slots = context.length[:, None] - num_context + jnp.arange(num_context)
+    slots = context.length[:, None] - num_context + jnp.arange(num_context)[None]
     last_tokens = gather(context.tokens, jnp.maximum(slots, 0))
     # Context of the children of each node of a level, [B, W, order - 1]; -1 before the text.
     recent = jnp.where(slots < 0, -1, last_tokens)[:, None]

@@ -146,14 +146,16 @@ def grow(
   draft_tokens = jnp.zeros((batch, shape.num_draft_tokens), jnp.int32)
   if processors:
     root_logits = process(processors, root_logits[:, None], text_prefixes(context))[:, 0]
-  scores, tokens = _best_children(root_logits[:, None], jnp.zeros((batch, 1)), k)  # [B, 1, k]
+  scores = jnp.zeros((batch, 1), jnp.float32)
+  scores, tokens = _best_children(root_logits[:, None], scores, k)  # [B, 1, k]
   scores, tokens = scores[:, 0], tokens[:, 0]
   # `processed` are indices into the candidates. A candidate has a token, a score, a parent
   # candidate (-1 for the last committed token) and a position in the order of processing (0 if it
   # is not processed).
-  processed, num_before = jnp.broadcast_to(jnp.arange(k), (batch, k)), 0
+  order = jnp.broadcast_to(jnp.arange(k, dtype=jnp.int32), (batch, k))
+  processed, num_before = order, 0
   chosen = jnp.zeros((batch, k), jnp.int32)
-  candidates = [(tokens, scores, jnp.full((batch, k), -1), (processed + 1) * (tree.depth > 1))]
+  candidates = [(tokens, scores, jnp.full_like(order, -1), (order + 1) * (tree.depth > 1))]
   for level in range(1, tree.depth):
     first, last = 1 + (level - 1) * k, 1 + level * k
     draft_tokens = draft_tokens.at[:, first - 1 : last - 1].set(tokens)
@@ -172,7 +174,7 @@ def grow(
     processed = num_before + best
     nodes = jnp.zeros((batch, k * k), jnp.int32)
     if level < tree.depth - 1:
-      nodes = nodes.at[rows, best].set(1 + level * k + jnp.arange(k))
+      nodes = nodes.at[rows, best].set(1 + level * k + order)
     candidates.append((children, child_scores, parents, nodes))
   tokens, scores, parents, nodes = (jnp.concatenate(field, axis=1) for field in zip(*candidates))
   # The score of a candidate is at most the score of its parent, and `top_k` takes the first of

@@ -93,7 +93,7 @@ class HierarchicalDraft(Draft):
     # Decode the other gamma - 1 tokens, with the first one committed.
     batch, limit, context = len(first), gamma - 1, self._with_room(context)
     length = context.length + 1
-    inner_logits = jnp.zeros((batch, limit, self.model.vocab_size))
+    inner_logits = jnp.zeros((batch, limit, self.model.vocab_size), jnp.float32)
     decoder = Decoder(
       self.model,
       _LogitsRecorder(self.inner),
@@ -117,7 +117,7 @@ class HierarchicalDraft(Draft):
       not_finite=jnp.full(batch, -1, jnp.int32),
     )
     final = decoder.run_rounds(Params(model_params, inner_params), initial)
-    slots = context.length[:, None] + jnp.arange(gamma)
+    slots = context.length[:, None] + jnp.arange(gamma)[None]
     inner_logits, q = final.draft_state.logits, first_q
     if q is not None:
       inner_q = distribution(inner_logits, self.sampling)
@@ -136,7 +136,7 @@ class HierarchicalDraft(Draft):
     if self.tree.is_chain:
       return proposal
     depth, count = self.tree.depth, self.tree.width - 1
-    is_first = proposal.tokens[..., None] == jnp.arange(logits.shape[-1])
+    is_first = proposal.tokens[..., None] == jnp.arange(logits.shape[-1])[None, None]
     # Finite, so that a token that alone is possible is proposed again.
     logits = jnp.where(is_first, jnp.finfo(logits.dtype).min, logits)
     siblings = Proposal(*sample_siblings(rng, logits, self.sampling, np.full(depth, count)))
@@ -187,7 +187,7 @@ class _LogitsRecorder(WrappedDraft):
 
   def observe(self, params: Any, state: _RecordedLogits, outcome: Outcome) -> _RecordedLogits:
     num_before = outcome.length - outcome.num_emitted - state.first_length
-    node = jnp.arange(state.logits.shape[1]) - num_before[:, None]  # node before each token
+    node = jnp.arange(state.logits.shape[1])[None] - num_before[:, None]  # node before each token
     is_new = (node >= 0) & (node < outcome.num_emitted[:, None])
     path = outcome.verification.path
     if path is not None:

@@ -211,7 +211,7 @@ def extend_last_tokens(
   """
   length, count = context.length, min(count, context.tokens.shape[1])
   start = jnp.maximum(length - count, 0)
-  block = gather(context.tokens, start[:, None] + jnp.arange(count))
+  block = gather(context.tokens, start[:, None] + jnp.arange(count)[None])
   logits, hidden, cache = model.extend(params, model.commit(cache, start), block)
   last = length - 1 - start
   return gather_one(logits, last), gather_one(hidden, last), model.commit(cache, length - 1)

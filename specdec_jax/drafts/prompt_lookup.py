@@ -92,7 +92,7 @@ class PromptLookupDraft(Draft):
     # A match needs a token after it. The score orders matches by length, then by position.
     has_successor = jnp.pad(source, ((0, 0), (0, 1)))[:, 1:] != PAD_ID
     counts = [
-      jnp.where(jnp.arange(num_slots) < length - 1, match_length(tokens), 0),
+      jnp.where(jnp.arange(num_slots)[None] < length - 1, match_length(tokens), 0),
       jnp.where(has_successor, match_length(source), 0),
     ]
     score = jnp.concatenate(counts, axis=1)
@@ -105,13 +105,13 @@ class PromptLookupDraft(Draft):
     for _ in range(tree.levels[0][1] - 1):  # children of the last committed token
       if branches:  # drop matches with the same first token as the previous branch
         score = jnp.where(both[:, 1 : size + 1] == copied[:, :1], 0, score)
-      best = (score * size + jnp.arange(size)).max(axis=1, keepdims=True)
+      best = (score * size + jnp.arange(size)[None]).max(axis=1, keepdims=True)
       match_tokens, match = best // size, best % size
       # A continuation in the text ends at the last token, and then starts again after the match.
       period = jnp.where(match < num_slots - 1, length - 1 - match, depth)
-      copied = gather(both, match + 1 + jnp.arange(depth) % period)
+      copied = gather(both, match + 1 + jnp.arange(depth)[None] % period)
       per_match = self.tokens_per_match or depth
-      is_proposed = jnp.arange(depth) < per_match * match_tokens
+      is_proposed = jnp.arange(depth)[None] < per_match * match_tokens
       branches.append(jnp.where(is_proposed & (copied < self.vocab_size), copied, NO_TOKEN))
     if tree.is_chain:
       return Proposal(branches[0]), state

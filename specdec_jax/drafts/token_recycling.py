@@ -51,7 +51,7 @@ def token_recycling(
   """
   vocabulary = target.vocabulary
   require_count("num_successors", num_successors)
-  table = jnp.full((len(vocabulary), num_successors), NO_TOKEN)
+  table = jnp.full((len(vocabulary), num_successors), NO_TOKEN, jnp.int32)
   if target_text is not None:
     rows = map(vocabulary.encode_output, read_lines(target_text))
     ngrams = fit_ngrams(rows, len(vocabulary), num_successors, vocabulary.start_id)
@@ -103,7 +103,7 @@ class TokenRecyclingDraft(Draft):
     self, params: Any, state: TokenRecyclingState, context: Context, rng: Keys
   ) -> tuple[Proposal, TokenRecyclingState]:
     tree, nodes = self.tree, context.last_token[:, None]  # tokens of the nodes so far
-    copied = jnp.full((len(nodes), tree.depth), NO_TOKEN)
+    copied = jnp.full((len(nodes), tree.depth), NO_TOKEN, jnp.int32)
     if self.history is not None:
       copied = self.history.propose((), (), context, rng)[0].tokens
     first_child = 0  # node on the path of first children
@@ -111,7 +111,7 @@ class TokenRecyclingDraft(Draft):
       parents, ranks = np.array(tree.parents[first - 1 : end - 1]), tree.ranks[first - 1 : end - 1]
       successors = gather(state.table, nodes[:, parents])  # [B, W, successors]
       token = copied[:, level, None, None]
-      is_copied = (parents == first_child)[:, None] & (token != NO_TOKEN)
+      is_copied = (parents == first_child)[None, :, None] & (token != NO_TOKEN)
       successors = jnp.where(is_copied, _with_first(token, successors), successors)
       tokens = jnp.take_along_axis(successors, jnp.asarray(ranks)[None, :, None], axis=2)[..., 0]
       nodes = jnp.concatenate([nodes, tokens], axis=1)
@@ -122,7 +122,7 @@ class TokenRecyclingDraft(Draft):
     nodes = jnp.concatenate([state.last_token[:, None], outcome.proposal.tokens], axis=1)
     successors = lax.top_k(outcome.logits, self.num_successors)[1]
     # Of equal tokens, the last node counts; the others are written past the table, and dropped.
-    is_later = np.tri(nodes.shape[1], k=-1, dtype=bool).T
+    is_later = np.tri(nodes.shape[1], k=-1, dtype=bool).T[None]
     is_repeated = ((nodes[:, :, None] == nodes[:, None]) & is_later).any(axis=-1)
     slots = jnp.where(is_repeated | (nodes < 0), state.table.shape[1], nodes)
     write = jax.vmap(lambda table, slots, new: table.at[slots].set(new, mode="drop"))

@@ -36,7 +36,8 @@ class UniformDraft(Draft):
     num_draft_tokens = require_static("drafting at random", self.tree).num_draft_tokens
 
     def sample_row(key: Key[Array, ""]) -> Int[Array, " N"]:
-      return jax.random.randint(key, (num_draft_tokens,), 0, self.vocab_size)
+      return jax.random.randint(key, (num_draft_tokens,), 0, self.vocab_size, jnp.int32)
 
     tokens = jax.vmap(sample_row)(rng)
-    return Proposal(tokens, jnp.full((*tokens.shape, self.vocab_size), 1 / self.vocab_size)), state
+    q = jnp.full((*tokens.shape, self.vocab_size), 1 / self.vocab_size, jnp.float32)
+    return Proposal(tokens, q), state

@@ -160,7 +160,7 @@ class DecoderStack(nn.Module):
     num_slots = block if cached is None else cached[0][0].shape[2]
     place = place_chain if tree is None else tree.place
     positions, key_positions, visible = place(length, first, block, num_slots)
-    keys = key_positions if key_positions.ndim == 1 else key_positions[:, None]
+    keys = key_positions[None, None] if key_positions.ndim == 1 else key_positions[:, None]
     distance = positions[..., None] - keys  # [B, K, T]
     biases = window_masks(cfg, visible[:, None], distance[:, None])
     if cfg.has_shared_bias:

@@ -50,7 +50,8 @@ class GPTModel(TransformerModel):
 
   def prompt_tokens(self, prompt: Int[Array, "B P"]) -> tuple[Int[Array, "B C"], Int[Array, " B"]]:
     is_eos = prompt == self.config.eos_id
-    length = jnp.where(is_eos, jnp.arange(1, prompt.shape[1] + 1), 1).max(axis=1)  # with EOS
+    lengths = jnp.arange(1, prompt.shape[1] + 1, dtype=jnp.int32)
+    length = jnp.where(is_eos, lengths, 1).max(axis=1)  # with EOS
     start_id = self.config.start_id
     if start_id is None:
       return prompt, jnp.maximum(length - 1, 1)

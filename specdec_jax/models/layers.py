@@ -13,6 +13,7 @@ from flax import linen as nn
 from jax import Array, lax
 from jaxtyping import Bool, Float, Int
 
+from specdec_jax.core.arrays import expanded
 from specdec_jax.models.config import TransformerConfig
 from specdec_jax.models.kernels.gpu import Normed
 from specdec_jax.models.layout import MASKED, soft_cap
@@ -61,7 +62,7 @@ class Dense(nn.Module):
     if not (self.biases and self.config.biases):
       return product
     bias = self.param("bias", nn.initializers.zeros, (self.features,), jnp.float32)
-    return product + bias.astype(product.dtype)
+    return product + expanded(bias.astype(product.dtype), product)
 
   def _matmul(
     self, x: Float[Array, "*batch E"] | Normed, residual: Float[Array, "*batch F"] | None = None
@@ -88,7 +89,8 @@ class Logits(Dense):
     cfg = self.config
     logits = self._matmul(x)
     if cfg.logits_bias:
-      logits += self.param("bias", nn.initializers.zeros, (self.features,), jnp.float32)
+      bias = self.param("bias", nn.initializers.zeros, (self.features,), jnp.float32)
+      logits += expanded(bias, logits)
     logits = soft_cap(logits, cfg.logits_cap)
     if cfg.num_output_tokens is None:
       return logits[..., : cfg.vocab_size]
@@ -327,11 +329,12 @@ def window_masks(
     visible: True where a query may attend to a key.
     distance: position of the query minus position of the key.
   """
-  mask = jnp.where(visible, 0.0, MASKED)
+  dtype = config.layout.activations
+  mask = jnp.where(visible, 0.0, MASKED).astype(dtype)
   if config.window is None or config.window >= distance.shape[-1]:
     return [mask]
   is_near = jnp.abs(distance) < config.window
-  return [jnp.where(visible & is_near, 0.0, MASKED), mask]
+  return [jnp.where(visible & is_near, 0.0, MASKED).astype(dtype), mask]
 
 
 def rotation(
@@ -384,7 +387,7 @@ class RelativePositionBias(nn.Module):
       (self.config.num_heads, self.num_buckets),
       jnp.float32,
     )
-    keys = key_positions if key_positions.ndim == 1 else key_positions[:, None]
+    keys = key_positions[None, None] if key_positions.ndim == 1 else key_positions[:, None]
     distance = keys - query_positions[..., None]  # [B, K, T]
     # The bucket of a distance depends on a logarithm. numpy computes a table of all buckets, so
     # that rounding on the device cannot move the boundaries of buckets. Distances past max_distance

@@ -15,6 +15,7 @@ from flax import linen as nn
 from jax import Array, lax
 from jaxtyping import Float, Int, Shaped
 
+from specdec_jax.core.arrays import expanded
 from specdec_jax.errors import InputError
 from specdec_jax.models.kernels import gpu, skinny
 from specdec_jax.models.kernels.gpu import Normed
@@ -137,7 +138,7 @@ class Layout:
       assert scales is not None
       return _grouped_matmul(x, kernel, scales, dtype)
     product = matmul(x.astype(dtype), kernel.astype(dtype))
-    return product if scales is None else product * scales.astype(dtype)
+    return product if scales is None else product * expanded(scales.astype(dtype), product)
 
   def rms_norm(
     self, x: Float[Array, "*batch E"], scale: Float[Array, " E"]
@@ -148,7 +149,7 @@ class Layout:
       return skinny.rms_norm(rows, scale.astype(jnp.float32)).reshape(x.shape)
     x = x.astype(jnp.float32)
     x = x * gpu.inverse_rms(jnp.mean(jnp.square(x), axis=-1, keepdims=True))
-    return x.astype(self.dtype) * scale.astype(self.dtype)
+    return x.astype(self.dtype) * expanded(scale.astype(self.dtype), x)
 
   def layer_norm(
     self, x: Float[Array, "*batch E"], scale: Float[Array, " E"], bias: Float[Array, " E"]
@@ -161,7 +162,7 @@ class Layout:
     x = x.astype(jnp.float32)
     x = x - jnp.mean(x, axis=-1, keepdims=True)
     x = x * lax.rsqrt(jnp.mean(jnp.square(x), axis=-1, keepdims=True) + 1e-5)
-    return (x * scale + bias).astype(self.activations)
+    return (x * expanded(scale, x) + expanded(bias, x)).astype(self.activations)
 
   def attend(
     self,

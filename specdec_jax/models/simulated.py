@@ -75,20 +75,21 @@ class SimulatedModel(WrappedModel):
     model_logits, hidden, inner = self.model.extend(params, cache.model, tokens, tree, first)
     tree = require_static("simulated acceptance", tree or chain(tokens.shape[1] - 1))
     draft_tokens, parents = tokens[:, 1:], np.array(tree.parents, np.int32)
-    positions = (cache.length + first)[:, None] + jnp.asarray(tree.depths[1:])
+    positions = (cache.length + first)[:, None] + jnp.asarray(tree.depths[None, 1:])
     hashed = (cache.salt[:, None] * _BASE + positions.astype(jnp.uint32)) * _BASE
     right = jax.vmap(jax.vmap(self._is_right))(hashed + draft_tokens.astype(jnp.uint32))  # [B, N]
     # is_earlier[i, j]: j is an earlier sibling of i.
     is_earlier = (parents[:, None] == parents) & (tree.ranks[:, None] > tree.ranks)
+    is_earlier = is_earlier[None]
     is_repeated = (is_earlier & (draft_tokens[:, :, None] == draft_tokens[:, None])).any(axis=-1)
     right &= ~(right[:, None] & is_earlier).any(axis=-1)
-    vocabulary = jnp.arange(model_logits.shape[-1])
+    vocabulary = jnp.arange(model_logits.shape[-1])[None, None]
     bonus = jnp.where(is_repeated, 0.0, jnp.where(right, CERTAIN, -CERTAIN))
     bonus = bonus[..., None] * (draft_tokens[..., None] == vocabulary)
     if tree.is_chain:
       bonus = jnp.pad(bonus, ((0, 0), (0, 1), (0, 0)))  # the last token verifies no draft token
     else:
-      bonus = jnp.zeros(model_logits.shape).at[:, parents].add(bonus)
+      bonus = jnp.zeros_like(model_logits).at[:, parents].add(bonus)
     # The bonus is added to the logits, so that the compiler cannot drop the model's computation.
     logits = model_logits.astype(jnp.float32) + jnp.where(
       vocabulary == self.eos_id, -CERTAIN, bonus
@@ -101,7 +102,8 @@ class SimulatedModel(WrappedModel):
     return cache.replace(model=self.model.commit(cache.model, length, tree, path))
 
   def _is_right(self, hashed: UInt[Array, ""]) -> Bool[Array, ""]:
-    return jax.random.uniform(jax.random.fold_in(jax.random.key(self.seed), hashed)) < self.alpha
+    key = jax.random.fold_in(jax.random.key(self.seed), hashed)
+    return jax.random.uniform(key, (), jnp.float32) < self.alpha
 
 
 def unwrapped(model: Model) -> Model:

@@ -93,14 +93,14 @@ class Encoder(nn.Module):
   ) -> Float[Array, "B S E"]:
     cfg, length = self.config, x.shape[1]
     positions = jnp.arange(length)
-    distance = positions[:, None] - positions
+    distance = positions[:, None] - positions[None]
     biases = window_masks(cfg, is_token[:, None, None], distance[None, None])
     if cfg.has_shared_bias:
       relative = self.relpos_bias(positions[None], positions)
       biases = [relative + mask for mask in biases]
     if cfg.num_positions is not None:
       # Padding may extend past the last position.
-      x = x + self.positions.at[positions].get(mode="clip").astype(x.dtype)
+      x = x + self.positions.at[positions[None]].get(mode="clip").astype(x.dtype)
     if cfg.embedding_norm:
       x = self.embedding_norm(x)
     x = self.dropout(x, deterministic)
@@ -151,12 +151,12 @@ class T5(Transformer):
 
     The tokens after the last one that is not `pad_id` are padding.
     """
-    positions = jnp.arange(source.shape[1])
+    positions = jnp.arange(source.shape[1])[None]
     last = jnp.where(source != self.config.pad_id, positions, -1).max(axis=1, keepdims=True)
     is_token = positions <= last
     embed = self.encoder_embedder if self.config.encoder_embeddings else self.token_embedder
     encoded = self.encoder(embed(source), is_token, deterministic)
-    cross_bias = jnp.where(is_token, 0.0, MASKED)[:, None, None, :]
+    cross_bias = jnp.where(is_token, 0.0, MASKED).astype(jnp.float32)[:, None, None, :]
     return self.decoder.cross_keys_values(encoded), cross_bias
 
 

@@ -68,7 +68,7 @@ def acceptance_probs(
   All nodes of a level are computed together, child by child. No random numbers are needed, because
   a node is visited only after all nodes before it in post-order were rejected.
   """
-  on_visit = after_children = jnp.ones((len(p), tree.num_nodes))
+  on_visit = after_children = jnp.ones((len(p), tree.num_nodes), p.dtype)
   for first, last in [(0, 1), *tree.levels]:
     nodes, a, weights = np.arange(first, last), on_visit[:, first:last], p[:, first:last]
     after_children = after_children.at[:, nodes].set(a)

@@ -52,7 +52,7 @@ class AcceptableSetVerifier(Verifier):
     acceptable = self.acceptable(distribution(logits, Sampling()) if greedy else p)
     accepted = gather_token(take(acceptable, tree.parents), proposal.tokens)
     accepted &= proposal.tokens >= 0  # -1 was not proposed
-    reached = (accepted[:, None] | ~tree.ancestors[1:, 1:]).all(axis=-1)
+    reached = (accepted[:, None] | ~tree.ancestors[None, 1:, 1:]).all(axis=-1)
     depths = jnp.where(reached, tree.depths[1:], 0)
     n = depths.max(axis=1, initial=0)
     end = jnp.where(n > 0, 1 + (depths == n[:, None]).argmax(axis=1), 0)

@@ -124,14 +124,14 @@ def without_repeats(tree: AnyTree, draft_tokens: Int[Array, "B N"]) -> Int[Array
   is_equal = draft_tokens[:, :, None] == draft_tokens[:, None]
   is_sibling = parents[:, :, None] == parents[:, None]
   earlier = np.tri(draft_tokens.shape[1], k=-1, dtype=bool)
-  return jnp.where((is_equal & is_sibling & earlier).any(axis=-1), -1, draft_tokens)
+  return jnp.where((is_equal & is_sibling & earlier[None]).any(axis=-1), -1, draft_tokens)
 
 
 def validated_q(tree: Tree, proposal: Proposal, p: Float[Array, "B K V"]) -> Float[Array, "B N V"]:
   """Return the distributions q of a proposal; if it has none, return one-hots of its tokens."""
   batch, _, vocab_size = p.shape
   tokens, num_draft_tokens = proposal.tokens, tree.num_draft_tokens
-  q = jax.nn.one_hot(tokens, vocab_size) if proposal.q is None else proposal.q
+  q = jax.nn.one_hot(tokens, vocab_size, dtype=jnp.float32) if proposal.q is None else proposal.q
   if (tokens.shape, q.shape, p.shape[1]) != (
     (batch, num_draft_tokens),
     (batch, num_draft_tokens, vocab_size),
@@ -226,8 +226,8 @@ def accepted_path(
     return n, n, None
   parents = np.array(tree.parents)
   earlier_sibling = (parents[:, None] == parents) & (tree.ranks[:, None] > tree.ranks)
-  first_accepted = accepted & ~(accepted[:, None] & earlier_sibling).any(axis=-1)
-  reached = (first_accepted[:, None] | ~tree.ancestors[1:, 1:]).all(axis=-1)
+  first_accepted = accepted & ~(accepted[:, None] & earlier_sibling[None]).any(axis=-1)
+  reached = (first_accepted[:, None] | ~tree.ancestors[None, 1:, 1:]).all(axis=-1)
   end = jnp.where(reached, jnp.arange(1, tree.num_nodes), 0).max(axis=1)
   return reached.sum(axis=1), end, path_to(tree, end)
 

@@ -154,8 +154,8 @@ class DraftHead(TransformerConfig, abc.ABC):
 
   def example_source(self) -> tuple[KeysValues, Array]:
     """Return zeros as keys, values and bias of one source token."""
-    keys = jnp.zeros((1, self.kv_heads, 1, self.head_dim))
-    return (keys, keys), jnp.zeros((1, 1, 1, 1))
+    keys = jnp.zeros((1, self.kv_heads, 1, self.head_dim), jnp.float32)
+    return (keys, keys), jnp.zeros((1, 1, 1, 1), jnp.float32)
 
 
 def require_depth(gamma: int, depth: int) -> None:
@@ -191,7 +191,7 @@ def round_positions(
   batch, length = inputs.shape
   offset = 0 if rng is None else jax.random.randint(rng, (), 0, stride)
   anchors = offset + stride * jnp.arange(max(1, length // stride))
-  return jnp.broadcast_to(anchors[:, None] + jnp.arange(gamma), (batch, len(anchors), gamma))
+  return jnp.broadcast_to(anchors[:, None] + jnp.arange(gamma)[None], (batch, len(anchors), gamma))
 
 
 def every_position(inputs: Int[Array, "B T"]) -> Int[Array, "B T 1"]:

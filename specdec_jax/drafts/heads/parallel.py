@@ -34,11 +34,12 @@ class ParallelModule(StatelessModule):
 
   def begin(self, hidden, last_token, depth, source, project):
     x = self.state(self.state_norm(hidden)) + self.token_embedder(last_token)
-    x = x[:, None] + self.places[:depth].astype(x.dtype)
+    x = x[:, None] + self.places[None, :depth].astype(x.dtype)
     for layer in self.layers:
       x = layer(x, source)
     x = self.out_norm(x)
-    return (self.logits_dense(x), self.mix(x)), jnp.zeros((len(hidden), 1, self.config.rank))
+    state = jnp.zeros((len(hidden), 1, self.config.rank), jnp.float32)
+    return (self.logits_dense(x), self.mix(x)), state
 
   def step(self, plan, state, level, previous, source):
     base, mix = plan

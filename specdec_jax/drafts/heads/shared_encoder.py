@@ -27,7 +27,7 @@ from flax import struct
 from jax import Array, lax
 from jaxtyping import Float, Int, Key
 
-from specdec_jax.core.arrays import gather, write_slots
+from specdec_jax.core.arrays import expanded, gather, write_slots
 from specdec_jax.core.context import Context
 from specdec_jax.core.sampling import Sampling
 from specdec_jax.core.trees import AnyTree, DynamicTree, NodeLayout, NodePlacement
@@ -91,7 +91,7 @@ class SharedEncoderHead(DraftHead):
   def init(self, rng: Key[Array, ""]) -> Any:
     source, bias = self.example_source()
     tokens, cross = jnp.zeros((1, 1), jnp.int32), (source,) * self.num_decoder_layers
-    hidden = jnp.zeros((1, 1, self.state_dim))
+    hidden = jnp.zeros((1, 1, self.state_dim), jnp.float32)
     return self.module.init(rng, tokens, hidden, tokens, cross, bias, method="after_each")["params"]
 
   def draft(
@@ -147,7 +147,8 @@ class SharedEncoderT5(T5):
     embedded = self.age[jnp.minimum(offsets, len(self.age) - 1)].astype(
       self.config.layout.activations
     )
-    return self.state(self.state_norm(hidden)) + embedded
+    state = self.state(self.state_norm(hidden))
+    return state + expanded(embedded, state)
 
   def after_each(
     self,
@@ -163,7 +164,7 @@ class SharedEncoderT5(T5):
     last committed token in the round that processes each input.
     """
     x, embedding = self.token_embedder(inputs), self.token_embedder.embedding
-    offsets = jnp.arange(inputs.shape[1]) - anchors
+    offsets = jnp.arange(inputs.shape[1])[None] - anchors
     in_round = x + self.condition(gather(hidden, anchors), offsets)
     if not self.head.reads_features:
       return self.decoder(in_round, embedding, cross, cross_bias)[0]
@@ -192,9 +193,9 @@ def place_rounds(anchors: Int[Array, "B T"]) -> NodePlacement:
   """
   batch, text = anchors.shape
   position = jnp.arange(text)
-  not_after = position <= position[:, None]
+  not_after = (position[None] <= position[:, None])[None]
   start = anchors[:, :, None]
-  before_round = position < start
+  before_round = position[None, None] < start
   same_round = not_after & (anchors[:, None] == start)
   committed = jnp.broadcast_to(not_after, same_round.shape)
   positions = jnp.broadcast_to(jnp.tile(position, 2), (batch, 2 * text))

@@ -231,7 +231,7 @@ class StatelessHead(DraftHead):
     source = self.example_source() if self.has_encoder else (None, None)
 
     def project(x: Float[Array, "*batch E"]) -> Float[Array, "*batch V"]:
-      return jnp.zeros((*x.shape[:-1], self.vocab_size))
+      return jnp.zeros((*x.shape[:-1], self.vocab_size), jnp.float32)
 
     return self.module.init(rng, hidden, tokens, source, project)["params"]
 

@@ -16,6 +16,8 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jaxtyping import Float, Shaped
 
+from specdec_jax.core.arrays import expanded
+
 # XLA compiles products of one row and matrices below this size to reductions.
 REDUCED = 10_000_000
 MAX_REDUCED_ROWS = 16  # number of queries of a head up to which attention is written as reductions
@@ -63,15 +65,15 @@ def matmul(
   if x.size == depth and transposed:
     product = _reduced(x, norm_scale, kernel, scales, residual)
     return product.astype(dtype_of_result).reshape(*rows, -1)
-  factor: Any = 1 if scales is None or is_int4 else scales
+  factor: Any = 1 if scales is None or is_int4 else expanded(scales, x)
   if norm_scale is not None:
     x = x.astype(jnp.float32)
     factor = factor * inverse_rms(jnp.mean(jnp.square(x), axis=-1, keepdims=True))
-    x = x * norm_scale
+    x = x * expanded(norm_scale, x)
   if is_int4:
     kernel = _scaled(kernel, scales)
   if is_int4 and x.size <= MAX_REDUCED_ROWS * depth:
-    terms = tuple(kernel * row for row in x.astype(jnp.float32).reshape(-1, depth))
+    terms = tuple(kernel * row for row in x.astype(jnp.float32).reshape(-1, 1, depth))
     sums = lax.reduce(terms, (jnp.float32(0),) * len(terms), _add, (1,))
     product = jnp.stack(sums).reshape(*rows, -1)
   else:
@@ -104,13 +106,13 @@ def _reduced(
   residual: Float[Array, "*ones F"] | None,
 ) -> Float[Array, " F"]:
   """Return the float32 result of `matmul` for one row, computed by one reduction."""
-  x, kernel = x.reshape(-1).astype(jnp.float32), _scaled(kernel, scales)
+  x, kernel = x.reshape(1, -1).astype(jnp.float32), _scaled(kernel, scales)
   if norm_scale is not None:
-    terms = kernel * (x * norm_scale), jnp.broadcast_to(x * x, kernel.shape)
+    terms = kernel * (x * norm_scale[None]), jnp.broadcast_to(x * x, kernel.shape)
     product, squares = lax.reduce(terms, (jnp.float32(0), jnp.float32(0)), _add, (1,))
-    return product * inverse_rms(squares / len(x))
+    return product * inverse_rms(squares / x.size)
   terms = kernel * x
   if residual is not None:
     residual = residual.reshape(-1, 1).astype(jnp.float32)
-    terms = terms + jnp.pad(residual, ((0, 0), (0, len(x) - 1)))
+    terms = terms + jnp.pad(residual, ((0, 0), (0, x.size - 1)))
   return terms.sum(axis=1)
