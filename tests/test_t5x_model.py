@@ -584,6 +584,7 @@ TINY = """
 from __gin__ import dynamic_registration
 import seqio
 import t5x_task
+from specdec_jax import t5x
 from specdec_jax.models import sizes
 from t5x import utils
 from t5x.examples.t5 import network
@@ -596,8 +597,8 @@ GAMMA = 3
 sizes.t5_config:
   vocab_size = 264
   padded_vocab_size = None
-  dtype = 'float32'
   num_heads = 6
+t5x.t5x_network.dtype = 'float32'
 network.T5Config:
   vocab_size = 264
   dtype = 'float32'

@@ -43,8 +43,8 @@ def same_config(module: nn.Module) -> T5Config:
   )
 
 
-def t5x_network(config: T5Config) -> network.Transformer:
-  """Return the t5x network of a config that is not fused.
+def t5x_network(config: T5Config, dtype: str | None = None) -> network.Transformer:
+  """Return the t5x network of a config that is not fused, by default with its dtype.
 
   `same_config` of this network is the config again, except that vocab_size includes padding, and
   that the dropout rate is 0.
@@ -52,7 +52,7 @@ def t5x_network(config: T5Config) -> network.Transformer:
   return network.Transformer(
     network.T5Config(
       vocab_size=config.table_size,
-      dtype=config.layout.dtype,
+      dtype=jnp.dtype(dtype or config.layout.dtype),
       emb_dim=config.emb_dim,
       num_heads=config.num_heads,
       num_encoder_layers=config.num_encoder_layers,
