@@ -1,5 +1,6 @@
 """Training losses: cross-entropy on texts, and divergences between a draft and a teacher."""
 
+import functools
 from collections.abc import Callable
 from typing import Any, Literal, NamedTuple, get_args
 
@@ -61,10 +62,7 @@ def model_objective(
     valid_loss, accuracy = cross_entropy(teacher_forced(module, params, batch), batch, 0.0)
     return {"valid_loss": valid_loss, "valid_accuracy": accuracy}
 
-  def init(rng: Array) -> Any:
-    return init_params(config, rng)
-
-  return Objective(init, loss, scores)
+  return Objective(functools.partial(init_params, config), loss, scores)
 
 
 def cross_entropy(logits: Array, batch: Batch, smoothing: float) -> tuple[Array, Array]:
