@@ -44,9 +44,14 @@ def require_number(
 
 
 def require_text(name: str, text: str) -> None:
-  """Raise InputError if a text has a NUL character, where C libraries end it."""
-  if "\0" in text:
-    raise InputError(f"{name} has a NUL character at position {text.index(chr(0))}; remove it.")
+  """Raise InputError if a text has a character that vocabularies cannot encode.
+
+  These are NUL, where C libraries end a text, and half of a surrogate pair, such as half of an
+  emoji, which UTF-8 cannot represent.
+  """
+  if found := re.search("[\0\ud800-\udfff]", text):
+    kind = "a NUL character" if found[0] == "\0" else f"half of a surrogate pair ({found[0]!a})"
+    raise InputError(f"{name} has {kind} at position {found.start()}; remove it.")
 
 
 def require_seed(seed: Any) -> None:

@@ -13,6 +13,7 @@ the arguments of the experiment:
 
 import ast
 import inspect
+import io
 import os
 import shlex
 import sys
@@ -62,6 +63,8 @@ def main(argv: Sequence[str]) -> int:
     Ctrl-C; 141 if the reader of standard output has closed it.
   """
   warnings.formatwarning = lambda message, *_: f"warning: {message}\n"
+  if isinstance(sys.stdout, io.TextIOWrapper):  # its encoding may lack characters, as of stderr
+    sys.stdout.reconfigure(errors="backslashreplace")
   try:
     values, files, arguments = read_command(argv)
     if values.version:

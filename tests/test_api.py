@@ -180,6 +180,7 @@ def test_stream_and_stop_strings_with_a_text_that_changes():
     (dict(do_sample="False"), "do_sample is 'False'"),
     (dict(beam_scorer="hff"), "beam_scorer is 'hff'"),
     (dict(texts=["a", "b\0c"]), r"texts\[1\] has a NUL character at position 1"),
+    (dict(texts=["\ud83d"]), r"texts\[0\] has half of a surrogate pair \('\\ud83d'\) at position"),
     (dict(temperature=math.nan), "temperature is nan"),
     (dict(temperature=-1.0), "temperature is -1"),
     (dict(top_p=2.0, temperature=1.0), "top_p is 2"),

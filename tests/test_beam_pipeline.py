@@ -113,7 +113,7 @@ def test_outputs_depend_neither_on_shards_nor_on_input_files(finished, tmp_path,
   monkeypatch.chdir(tmp_path)
   lines = "".join(f"{text}\r\n" for text in TEXTS[4:11])
   (tmp_path / "part-1.txt.gz").write_bytes(gzip.compress(lines.encode()))
-  (tmp_path / "part-2.txt").write_text("\n".join([*TEXTS[11:], "A dog"]))
+  (tmp_path / "part-2.txt").write_text("\n".join([*TEXTS[11:], "A dog"]), "utf-8-sig")
   folder, pattern = tmp_path / "out", "part-*"
   with pytest.raises(InputError, match="^no such pair; give another."):  # Beam adds the step
     run(folder, pattern, load_pair=fail_to_load)
@@ -298,6 +298,7 @@ def test_other_fields_or_another_prefix_in_the_same_folder_raise(tmp_path):
   [
     (dict(texts="gone-*.txt"), "There is no text file at gone-"),
     (dict(runner="NoRunner"), "runner is 'NoRunner': Unexpected pipeline runner"),
+    (dict(texts=["A man", "a \ud83d"]), "texts, line 2 has half of a surrogate pair"),
   ],
 )
 def test_unusable_path_or_runner_is_reported(tmp_path, settings, message):

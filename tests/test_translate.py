@@ -10,6 +10,7 @@ import io
 import json
 import os
 import pathlib
+import re
 import shutil
 import signal
 import subprocess
@@ -147,11 +148,21 @@ def test_beam_search_returns_the_most_probable_translation(run):
 
 
 def test_input_is_read_with_any_line_ends_from_a_file_or_standard_input(run, monkeypatch):
-  raw = f"{LINES[0]}\r\n\n{LINES[1]}".encode()
+  raw = f"\ufeff{LINES[0]}\r\n\n{LINES[1]}".encode()  # with a byte order mark
   (run.dir / "other.txt").write_bytes(raw)
   monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(raw), encoding="utf-8"))
   want = run([LINES[0], "", LINES[1]]).lines
   assert run(INPUT="other.txt").lines == run(INPUT="-").lines == want
+  lines = "".join(f'{{"text": "{line}"}}\n' for line in (LINES[0], "", LINES[1]))
+  (run.dir / "other.jsonl").write_text(lines, "utf-8-sig")
+  assert run(INPUT="other.jsonl").lines == want
+
+
+def test_characters_that_the_encoding_of_a_terminal_lacks_are_escaped(run, monkeypatch):
+  monkeypatch.setattr(type(tiny_pair.pair().vocabulary), "decode", lambda self, ids: "M\u00e4")
+  monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(raw := io.BytesIO(), "ascii"))
+  assert run(LINES[:1]).status == 0
+  assert raw.getvalue() == b"M\\xe4\n"
 
 
 def test_empty_input_has_an_empty_output(run):
@@ -457,14 +468,19 @@ def test_compressed_text_is_written(run):
 @pytest.mark.parametrize(
   "line, message",
   [
-    ('["A man."]', "line 2 is not a JSON object"),
+    ('["A man."]', "line 2 is not a JSON object with a text as 'source' or 'text'."),
+    ('{"source": ', "line 2 is not a JSON object with a text as 'source' or 'text': Expecting"),
+    ("[" * 10**5, "line 2 is not a JSON object .*: maximum recursion depth exceeded"),
+    ('{"text": "a \\ud83d"}', r"line 2 has half of a surrogate pair \('\\ud83d'\) at position 2"),
+    ('{"text": "a \\u0000"}', "line 2 has a NUL character at position 2"),
     ('{"source": "A dog.", "decoded": 0}', "line 2 has the field 'decoded'"),
   ],
+  ids=lambda text: text[:20],
 )
 def test_line_that_is_no_source_is_reported_before_decoding(run, decoded, line, message):
   (run.dir / "in.jsonl").write_text(f'{{"source": "A man."}}\n{line}\n')
   result = run(INPUT="in.jsonl", OUTPUT="out.jsonl")
-  assert result.status == 2 and message in result.said and not decoded
+  assert result.status == 2 and re.search(message, result.said) and not decoded
   assert os.listdir() == ["in.jsonl"]
 
 
@@ -594,6 +610,7 @@ def test_forced_token_starts_each_output(run):
   "macros, words",
   [
     ({"GAMMA": 2.5}, "gamma is 2.5"),
+    ({"PREFIX": "a\udcff"}, "prefix has half of a surrogate pair ('\\udcff') at position 1"),
     ({"TOP_P": 1.5}, "top_p is 1.5"),
     ({"BATCH_SIZE": 0}, "batch_size is 0"),
     ({"MAX_NEW_TOKENS": 0}, "max_new_tokens is 0"),

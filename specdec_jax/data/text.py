@@ -8,7 +8,7 @@ import zlib
 from collections.abc import Iterable, Iterator
 from typing import IO, Any
 
-from specdec_jax.errors import InputError, require_count
+from specdec_jax.errors import InputError, require_count, require_text
 
 
 def read_lines(
@@ -28,6 +28,7 @@ def read_lines(
   """
   if limit is not None:
     require_count("limit", limit)
+  require_text("prefix", prefix)
   if path != "-" and (not os.path.exists(path) or os.path.isdir(path)):
     raise InputError(f"There is no text file at {path}.")
   if path == "-":
@@ -48,9 +49,9 @@ def open_file(path: str, mode: str) -> IO:
 
 
 def decoded_lines(file: Iterable[bytes], name: str) -> Iterator[str]:
-  """Yield each line of an open text as soon as it is read; `name` is its name in errors."""
+  """Yield the lines of the open text `name` as they are read, without a byte order mark."""
   try:
-    for line in file:
-      yield line.decode("utf-8").removesuffix("\n").rstrip("\r")
+    for number, line in enumerate(file):
+      yield line.decode("utf-8" if number else "utf-8-sig").removesuffix("\n").rstrip("\r")
   except (UnicodeDecodeError, gzip.BadGzipFile, EOFError, zlib.error) as error:
     raise InputError(f"{name} is not UTF-8 text: {error}.") from error

@@ -16,7 +16,7 @@ import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-from specdec_jax.errors import InputError
+from specdec_jax.errors import InputError, require_text
 from specdec_jax.generate import Output, outputs
 from specdec_jax.pair import Pair
 
@@ -32,23 +32,25 @@ def read_records(lines: Iterable[str], path: str) -> Iterator[Record]:
   """Yield the record of each line of a file of sources as soon as it is read.
 
   Raises:
-    InputError: a line of JSON Lines has no source, or has the field 'decoded'.
+    InputError: a line has no source that can be encoded, or has the field 'decoded'.
   """
   for number, line in enumerate(lines, 1):
     record: Any = {"source": line}
     if is_json_lines(path):
+      reason = ""
       try:
         record = json.loads(line)
-      except ValueError:
-        record = None
+      except (ValueError, RecursionError) as error:
+        record, reason = None, f": {error}"
       if not (isinstance(record, dict) and isinstance(source_of(record), str)):
         raise InputError(
-          f"{path}, line {number} is not a JSON object with a text as 'source' or 'text'."
+          f"{path}, line {number} is not a JSON object with a text as 'source' or 'text'{reason}."
         )
       if "decoded" in record:
         raise InputError(
           f"{path}, line {number} has the field 'decoded', where its output would be; rename it."
         )
+    require_text(f"{path}, line {number}", source_of(record))
     yield record
 
 
