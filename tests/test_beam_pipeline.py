@@ -109,7 +109,7 @@ def test_records_counters_and_summary_are_those_of_generate(finished, tmp_path, 
 
 
 def test_outputs_depend_neither_on_shards_nor_on_input_files(finished, tmp_path, monkeypatch):
-  (tmp_path / "part-0.jsonl").write_text("".join(f'{{"text": "{t}"}}\n' for t in TEXTS[:4]))
+  (tmp_path / "part-0.jsonl").write_text("".join(f'{{"source": "{t}"}}\n' for t in TEXTS[:4]))
   monkeypatch.chdir(tmp_path)
   lines = "".join(f"{text}\r\n" for text in TEXTS[4:11])
   (tmp_path / "part-1.txt.gz").write_bytes(gzip.compress(lines.encode()))

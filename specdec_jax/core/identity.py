@@ -37,7 +37,8 @@ def require_same(before: Mapping[str, Any], now: Mapping[str, Any], run: str, ad
   A value without identity does not equal any value. The message begins with `run`, the name of the
   earlier run, and ends with `advice`.
   """
-  for name in dict.fromkeys((*now, *before)):
+  # First those that only one run has: others, such as the draft, may depend on them.
+  for name in sorted({**now, **before}, key=lambda name: name in before and name in now):
     was, value = before.get(name), now.get(name)
     if isinstance(value, dict):
       (value,) = value.values()
