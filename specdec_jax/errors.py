@@ -18,7 +18,7 @@ class InputError(ValueError):
 
 def require_count(name: str, value: Any, least: int = 1) -> None:
   """Raise InputError unless the value of a setting is a whole number from `least` to 2^31 - 1."""
-  if not (isinstance(value, numbers.Integral) and least <= int(value) <= _MAX_INT32):
+  if not (_is_number(value, numbers.Integral) and least <= int(value) <= _MAX_INT32):
     raise InputError(
       f"{name} is {shown(value)}; it must be a whole number, from {least} to {_MAX_INT32}."
     )
@@ -32,7 +32,7 @@ def require_number(
   A parenthesis in `ends` excludes that end. NaN and infinity are never accepted, also if `high` is
   infinite. `note` follows the interval in the message.
   """
-  number = float(value) if isinstance(value, numbers.Real) else math.nan
+  number = float(value) if _is_number(value, numbers.Real) else math.nan
   above = low <= number if ends[0] == "[" else low < number
   below = number <= high if ends[1] == "]" else number < high
   if above and below and math.isfinite(number):
@@ -44,11 +44,7 @@ def require_number(
 
 
 def require_text(name: str, text: str) -> None:
-  """Raise InputError if a text has a character that vocabularies cannot encode.
-
-  These are NUL, where C libraries end a text, and half of a surrogate pair, such as half of an
-  emoji, which UTF-8 cannot represent.
-  """
+  """Raise InputError if a text has NUL, where C libraries end it, or half of a surrogate pair."""
   if found := re.search("[\0\ud800-\udfff]", text):
     kind = "a NUL character" if found[0] == "\0" else f"half of a surrogate pair ({found[0]!a})"
     raise InputError(f"{name} has {kind} at position {found.start()}; remove it.")
@@ -56,10 +52,14 @@ def require_text(name: str, text: str) -> None:
 
 def require_seed(seed: Any) -> None:
   """Raise InputError unless `seed` is an integer that fits in int32 or uint32, as jax requires."""
-  if not (isinstance(seed, numbers.Integral) and -(2**31) <= int(seed) < 2**32):
+  if not (_is_number(seed, numbers.Integral) and -(2**31) <= int(seed) < 2**32):
     raise InputError(
       f"seed is {shown(seed)}; it must be a whole number from {-(2**31)} to {2**32 - 1}."
     )
+
+
+def _is_number(value: Any, kind: type) -> bool:
+  return isinstance(value, kind) and not isinstance(value, bool)  # which is an int in Python
 
 
 def shown(value: Any) -> str:

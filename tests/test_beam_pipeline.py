@@ -298,7 +298,7 @@ def test_other_fields_or_another_prefix_in_the_same_folder_raise(tmp_path):
   [
     (dict(texts="gone-*.txt"), "There is no text file at gone-"),
     (dict(runner="NoRunner"), "runner is 'NoRunner': Unexpected pipeline runner"),
-    (dict(texts=["A man", "a \ud83d"]), "texts[1] has half of a surrogate pair"),
+    (dict(texts=["A man", "a \ud83d"]), "texts, line 2 has half of a surrogate pair"),
   ],
 )
 def test_unusable_path_or_runner_is_reported(tmp_path, settings, message):

@@ -218,14 +218,20 @@ def test_many_clients_get_their_own_answers(running):
   assert texts[8:] == [output.text for output in alone] * 7
 
 
+# Lists in lists that JSON can read here, but whose value is too deep for messages and checks.
+NESTED = b'{"model": "target", "prompt": "a", "logit_bias": %b%b}' % (b"[" * 900, b"]" * 900)
 MALFORMED = [
   (b"", "The body cannot be read as JSON"),
   (b"\xff\xfe\x00", "The body cannot be read as JSON"),
+  (b"[" * 10**5, "The body cannot be read as JSON: maximum recursion depth exceeded"),
+  (NESTED, ""),
   ([], "The body is []; it must be a JSON object."),
   ({"prompt": None}, "The body has no prompt; give one."),
   ({"model": 1}, "model is 1, which has the wrong type."),
   ({"prompt": []}, "prompt is an empty list"),
-  ({"prompt": [1, 2]}, "prompt and stop must be strings"),
+  ({"prompt": [1, 2]}, "prompt is [1, 2]; give a string or a list of strings."),
+  ({"prompt": "cut \ud83d"}, r"prompt 0 has half of a surrogate pair ('\ud83d') at position 4"),
+  ({"prompt": ["a", "b\0"]}, "prompt 1 has a NUL character at position 1"),
   ({"prompt": "a man " * 40}, "prompt 0 has"),
   ({"prompt": ["a"] * 9}, "The request has 9 outputs"),
   ({"max_tokens": 33}, "max_tokens is 33; give at most 32."),
@@ -234,8 +240,18 @@ MALFORMED = [
   ({"n": 2}, "n is 2, and at temperature 0"),
   ({"n": "2"}, "n is '2'; it must be a whole number"),
   ({"temperature": -1}, "temperature is -1"),
-  ({"seed": 2**40}, "seed is 1099511627776"),
-  ({"logprobs": 5}, "logprobs is 5"),
+  ({"n": True}, "n is True; it must be a whole number"),
+  ({"max_tokens": True}, "max_tokens is True; it must be a whole number"),
+  ({"temperature": True}, "temperature is True"),
+  ({"seed": True}, "seed is True"),
+  (
+    {"seed": 2**40},
+    "seed is 1099511627776; it must be a whole number from -2147483648 to 4294967295.",
+  ),
+  ({"logprobs": 5}, "logprobs is 5; give 0 or 1"),
+  ({"logprobs": False}, "logprobs is False; give 0 or 1"),
+  ({"logprobs": True}, "logprobs is True; give 0 or 1"),
+  ({"stop": [1]}, "stop is [1]; give a string or a list of strings."),
   ({"stop": [*"abcde"]}, "stop is ['a', 'b', 'c', 'd', 'e']; give at most 4 strings of 1"),
   ({"stop": ""}, "stop is ''"),
   ({"stop": "a" * 257}, "stop is 'aaaa"),
@@ -266,7 +282,10 @@ def test_malformed_requests_are_rejected(running):
     error = response.json()["error"]
     assert response.status_code == 400 and error["message"].startswith(message), (body, error)
     assert error["type"] == "invalid_request_error" and error["code"] is None
-    assert not is_valid_json or error["param"] in (None, [*changes][0])
+    if is_valid_json:
+      (field,) = changes
+      is_named = error["message"].startswith(f"{field} ")
+      assert error["param"] in ({field} if is_named else {field, None}), (body, error)
   neutral = dict(best_of=1, frequency_penalty=0, logit_bias={}, echo=False, user="me", stop=None)
   assert running.complete(**neutral).choices[0].text
 
@@ -329,7 +348,7 @@ def test_settings_of_the_command_are_defaults_of_requests(monkeypatch):
   class EndedServer:
     is_running = False
 
-    def __init__(self, service, listener):
+    def __init__(self, service, listener, keep_alive_seconds):
       services.append(service)
 
   services = []
@@ -340,6 +359,38 @@ def test_settings_of_the_command_are_defaults_of_requests(monkeypatch):
   assert services[0].pair.target.generation == {"temperature": 0.5, "top_k": 9}
   assert services[0].name == "tiny"
   services[0].engine.stop()
+
+
+@pytest.mark.parametrize(
+  "host, shown, addresses",
+  [
+    ("localhost", "localhost", ["127.0.0.1"]),
+    ("", "", ["127.0.0.1"]),
+    ("::1", "[::1]", ["::1"]),
+    ("::", "[::]", ["::1", "127.0.0.1"]),
+  ],
+)
+def test_server_listens_at_names_and_addresses(monkeypatch, capsys, host, shown, addresses):
+  class EndedServer:
+    is_running = False
+
+    def __init__(self, service, listener, keep_alive_seconds):
+      service.engine.stop()
+      for address in addresses:
+        socket.create_connection((address, listener.getsockname()[1]), WAIT).close()
+
+  if "::1" in addresses:
+    try:
+      socket.create_server(("::1", 0), family=socket.AF_INET6).close()
+    except OSError:
+      pytest.skip("this machine has no IPv6")
+  monkeypatch.setattr(app, "Server", EndedServer)
+  monkeypatch.setattr(Service, "warm_up", lambda self: None)
+  with pytest.raises(RuntimeError, match="A thread of the server has ended"):
+    serve(own_pair, host, port=0)
+  assert re.search(rf" at http://{re.escape(shown)}:\d+/v1", capsys.readouterr().err)
+  with pytest.raises(InputError, match="port is 70000; it must lie in"):
+    serve(lambda: pytest.fail("loaded"), host, port=70000)
 
 
 def test_largest_lists_are_accepted(running):
@@ -401,30 +452,42 @@ def test_programs_of_default_settings_are_compiled_by_the_warm_up():
 
 
 class Slow(SentencePieces):
-  """A vocabulary that encodes a text when `goes_on` is set."""
+  """A vocabulary whose method `slow`, 'encode' or 'pieces', ends when `goes_on` is set."""
 
-  encoding, goes_on = threading.Event(), threading.Event()
+  slow: str
+
+  def _wait(self, name):
+    if name == self.slow:
+      self.begun.set()
+      assert self.goes_on.wait(WAIT)
 
   def encode(self, text):
-    self.encoding.set()
-    assert self.goes_on.wait(WAIT)
+    self._wait("encode")
     return super().encode(text)
 
+  def pieces(self, ids):
+    self._wait("pieces")
+    return super().pieces(ids)
 
-def test_other_requests_are_answered_while_a_prompt_is_encoded(running, monkeypatch):
+
+@pytest.mark.parametrize("slow", ["encode", "pieces"])
+def test_other_requests_are_answered_while_a_prompt_or_tokens_are_converted(
+  running, monkeypatch, slow
+):
   vocabulary = copy.copy(own_pair().vocabulary)
-  vocabulary.__class__ = Slow
+  vocabulary.__class__, vocabulary.slow = Slow, slow
+  vocabulary.begun, vocabulary.goes_on = threading.Event(), threading.Event()
   pair = tiny_pair.changed(own_pair(), vocabulary=vocabulary)
   stream = running.complete(stream=True, max_tokens=32)
   pieces = [next(stream).choices[0].text]
   monkeypatch.setattr(running.service, "pair", pair)
   with concurrent.futures.ThreadPoolExecutor() as pool:
-    answer = pool.submit(running.complete)
-    assert Slow.encoding.wait(WAIT)
+    answer = pool.submit(running.complete, logprobs=0)
+    assert vocabulary.begun.wait(WAIT)
     assert httpx.get(f"{running.url}/health").status_code == 200
     pieces += [chunk.choices[0].text for chunk in stream]
     assert not answer.done() and len(pieces) > 2
-    Slow.goes_on.set()
+    vocabulary.goes_on.set()
     assert answer.result().choices[0].text
 
 
@@ -438,12 +501,19 @@ def test_client_that_leaves_in_the_middle_of_its_body_is_counted(running, caplog
   assert not [record for record in caplog.records if record.levelname == "ERROR"]
 
 
-@pytest.mark.parametrize("size", [1, 2, 20])
+@pytest.mark.parametrize("size", [1, 2, 20, 10**4])
 def test_offsets_are_those_of_the_characters_of_tokens(size):
-  """A choice is updated after every `size` tokens; each token is one byte."""
+  """A choice is updated after every `size` tokens; each token is one byte, or special.
+
+  The number of tokens that are decoded is linear in that of the tokens of the text, if this is
+  decoded once.
+  """
+  num_decoded = 0
 
   class Bytes(SentencePieces):
     def decode(self, ids):
+      nonlocal num_decoded
+      num_decoded += len(ids)
       return bytes(int(i) for i in ids if i != 1).decode(errors="replace")
 
     def pieces(self, ids):
@@ -453,7 +523,9 @@ def test_offsets_are_those_of_the_characters_of_tokens(size):
   vocabulary.__class__ = Bytes
   pair = tiny_pair.changed(own_pair(), vocabulary=vocabulary)
   choice = Choice(GenerateCall(pair, GenerationConfig(), chain(0), logprobs=True), 0)
-  tokens = [*"a€b🎉".encode(), 1]
+  # After a while, there are special tokens, and bytes that are no text.
+  text, raw = "a€b🎉" * 100, "a€b🎉".encode() * 100
+  tokens = [*raw, *[1] * 150, *b"\xff" * 150, *b"z", 1]
   sent = []
   for end in [*range(size, len(tokens), size), len(tokens)]:
     rows = np.ones((end, 1), np.int32)
@@ -464,11 +536,53 @@ def test_offsets_are_those_of_the_characters_of_tokens(size):
     )
     choice.update(result, done=end == len(tokens))
     sent += [piece] if (piece := choice.take()) else []
-  assert "".join(piece["text"] for piece in sent) == "a€b🎉"
+  assert size < 10**4 or num_decoded < 100 * len(tokens)
+  assert "".join(piece["text"] for piece in sent) == text + "\ufffd" * 150 + "z"
   parts = [piece["logprobs"] for piece in sent]
-  assert sum((part["text_offset"] for part in parts), []) == [0, 1, 1, 1, 2, 3, 3, 3, 3, 4]
+  first = [4 * i + chars for i in range(100) for chars in (0, 1, 1, 1, 2, 3, 3, 3, 3)]
+  rest = [*[400] * 150, *range(400, 551), 551]
+  assert sum((part["text_offset"] for part in parts), []) == first + rest
   assert sum((part["token_logprobs"] for part in parts), []) == [-i for i in range(len(tokens))]
   assert "".join(piece for part in parts for piece in part["tokens"]) == "".join(map(chr, tokens))
+
+
+def test_failure_of_the_server_is_counted_and_logged(running, monkeypatch, caplog):
+  caplog.set_level("INFO", "specdec_jax")
+
+  def fail(*args):
+    raise ZeroDivisionError
+
+  for place, name in ((running.service, "call"), (Choice, "update")):
+    before = running.metrics().get('specdec_requests_total{status="500"}', 0)
+    caplog.clear()
+    with monkeypatch.context() as patch:
+      patch.setattr(place, name, fail)
+      response = running.post({"model": "target", "prompt": "A man", "stop": "a"})
+    assert response.status_code == 500 and response.json()["error"]["type"] == "server_error"
+    message = "The request could not be completed: ZeroDivisionError"
+    assert response.json()["error"]["message"] == message
+    assert running.metrics()['specdec_requests_total{status="500"}'] == before + 1
+    internal, request = caplog.records
+    assert internal.exc_info[0] is ZeroDivisionError and internal.levelname == "ERROR"
+    assert re.fullmatch(f"/v1/completions 500: (.* s: )?{message}", request.getMessage())
+  assert running.complete().choices[0].text
+
+
+@pytest.mark.parametrize("seconds", [0.05, 5.0])
+def test_idle_connection_is_closed_after_the_time_of_the_setting(running, seconds):
+  with socket.create_server(("127.0.0.1", 0)) as listener:
+    server = Server(running.service, listener, seconds)
+    with socket.create_connection(listener.getsockname()) as client:
+      client.sendall(b"GET /health HTTP/1.1\r\nHost: a\r\n\r\n")
+      assert client.recv(9999).startswith(b"HTTP/1.1 200")
+      client.settimeout(WAIT if seconds < 1 else 1.0)
+      if seconds < 1:
+        assert client.recv(9999) == b""
+      else:
+        with pytest.raises(TimeoutError):
+          client.recv(9999)
+    server._uvicorn.should_exit = True
+    server._thread.join()
 
 
 async def until(condition):

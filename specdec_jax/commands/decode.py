@@ -23,7 +23,7 @@ from specdec_jax.files.job import (
   records_digest,
   tree_of,
 )
-from specdec_jax.files.records import count_records
+from specdec_jax.files.records import count_records, read_records
 from specdec_jax.generate import generation_config
 from specdec_jax.pair import Pair
 
@@ -102,9 +102,7 @@ def decode(
   if isinstance(texts, str):
     records = beam_pipeline.read_sources(texts)[:num_texts]
   else:
-    for place, text in enumerate(texts):
-      require_text(f"texts[{place}]", text)
-    records, prefix = [{"source": text} for text in texts[:num_texts]], ""
+    records, prefix = [*read_records(texts[:num_texts], "texts")], ""
   arguments: dict[str, Any] = dict(gamma=gamma, tree=tree, batch_size=batch_size, seed=seed)
   arguments |= dict(prefix=prefix, lenience=lenience)
   others: dict[str, Any] = dict(num_shards=num_shards, sources=records_digest(records))

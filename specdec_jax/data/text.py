@@ -54,10 +54,7 @@ def open_file(path: str, mode: str) -> IO:
 
 
 def decoded_lines(file: Iterable[bytes], name: str) -> Iterator[str]:
-  """Yield each line of an open text as soon as it is read; `name` is its name in errors.
-
-  A byte order mark at the beginning is no part of the text.
-  """
+  """Yield the lines of the open text `name` as they are read, without a byte order mark."""
   try:
     for number, line in enumerate(file):
       yield line.decode("utf-8" if number else "utf-8-sig").removesuffix("\n").rstrip("\r")

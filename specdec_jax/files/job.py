@@ -26,7 +26,7 @@ from specdec_jax.core.identity import described, params_digest, require_same
 from specdec_jax.core.sampling import Sampling
 from specdec_jax.core.trees import AnyTree, Tree, chain, given_tree
 from specdec_jax.data.text import open_file
-from specdec_jax.errors import InputError
+from specdec_jax.errors import InputError, require_text
 from specdec_jax.files.records import Record, json_line, source_of
 from specdec_jax.generate import chosen_tree
 from specdec_jax.pair import Pair
@@ -56,6 +56,7 @@ def plan(
     earlier: job of the run that is resumed, whose tree is used.
     others: other arguments that outputs depend on, and a hash of the sources.
   """
+  require_text("prefix", prefix)
   if (config.num_return_sequences or 1) > 1:
     raise InputError("A line has one output; give num_return_sequences=1.")
   reasons: list[str] = []

@@ -32,8 +32,7 @@ def read_records(lines: Iterable[str], path: str) -> Iterator[Record]:
   """Yield the record of each line of a file of sources as soon as it is read.
 
   Raises:
-    InputError: a line of JSON Lines has no source, or has the field 'decoded', or a source has a
-      character that cannot be encoded.
+    InputError: a line has no source that can be encoded, or has the field 'decoded'.
   """
   for number, line in enumerate(lines, 1):
     record: Any = {"source": line}

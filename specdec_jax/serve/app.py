@@ -13,7 +13,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, PlainTextResponse, Response
 from starlette.routing import Route
 
-from specdec_jax.serve.completion import Completion, error_response
+from specdec_jax.serve.completion import Completion, error_response, request_error
 from specdec_jax.serve.protocol import RequestError, parse_request
 from specdec_jax.serve.service import Service
 
@@ -23,8 +23,8 @@ _SECONDS_TO_SEND = 5  # that answers may take after the last text has ended, whe
 class Server:
   """HTTP server of a service. Its event loop runs in a thread of its own."""
 
-  def __init__(self, service: Service, listener: socket.socket):
-    """Start to accept connections at a socket that listens."""
+  def __init__(self, service: Service, listener: socket.socket, keep_alive_seconds: float = 5.0):
+    """Start to accept connections at a socket that listens; see `server.serve`."""
     self._service = service
     app = Starlette(
       routes=[
@@ -33,7 +33,7 @@ class Server:
         Route("/health", self._health),
         Route("/metrics", self._metrics),
       ],
-      exception_handlers={HTTPException: _http_error, Exception: _internal_error},
+      exception_handlers={HTTPException: _http_error},
     )
     config = uvicorn.Config(
       app,
@@ -43,6 +43,7 @@ class Server:
       lifespan="off",
       log_config=None,
       access_log=False,
+      timeout_keep_alive=keep_alive_seconds,  # type: ignore[arg-type]  # of a timer of the loop
       timeout_graceful_shutdown=_SECONDS_TO_SEND,
     )
     self._uvicorn = uvicorn.Server(config)
@@ -77,7 +78,8 @@ class Server:
     except ClientDisconnect:
       self._service.metrics.count(499, "the client left while it sent the body")
       return Response(status_code=499)  # which nobody receives
-    except RequestError as error:
+    except Exception as found:
+      error = request_error(found)
       self._service.metrics.count(error.status, error.message)
       return error_response(error)
 
@@ -108,7 +110,3 @@ def _http_error(request: Request, error: Exception) -> Response:
   assert isinstance(error, HTTPException)
   message = f"{request.method} {request.url.path!r:.100} is not supported: {error.detail}."
   return error_response(RequestError(error.status_code, message), error.headers)
-
-
-def _internal_error(request: Request, error: Exception) -> Response:
-  return error_response(RequestError(500, f"The server failed: {type(error).__name__}."))

@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import functools
 import json
+import logging
 import os
 import queue
 import secrets
@@ -12,6 +13,7 @@ import uuid
 from collections.abc import AsyncIterator, Mapping
 from typing import Any
 
+import numpy as np
 from starlette.responses import JSONResponse, Response
 
 from specdec_jax.core.counts import require_finite
@@ -31,7 +33,9 @@ from specdec_jax.serve.protocol import CompletionRequest, RequestError, input_er
 from specdec_jax.serve.service import Service
 from specdec_jax.serve.slots import Text
 
+_LOG = logging.getLogger("specdec_jax")
 _LOWEST = -9999.0  # replaces -inf, the logarithm of 0, which JSON cannot represent
+_MAX_WINDOW = 32  # tokens that are decoded together for an offset
 
 
 class Choice:
@@ -46,6 +50,7 @@ class Choice:
   def __init__(self, call: GenerateCall, index: int):
     self._call, self._index = call, index
     self._num_chars = self._num_tokens = self._offset = 0  # of what was sent
+    self._window = 0, 0, 0  # see `_move`
     self.output: Output | None = None
     self.ended, self.text = False, ""
 
@@ -83,22 +88,37 @@ class Choice:
     assert self.output is not None
     if self.output.logprobs is None:
       return None
-    pair, tokens, start = self._call.pair, self.output.tokens, self._num_tokens
+    words, tokens, start = self._call.pair.vocabulary, self.output.tokens, self._num_tokens
     offsets: list[int] = []
     for i in range(start, len(tokens)):
-      # An incomplete character before the token is not in the text.
-      before = os.path.commonprefix([text_of(pair, tokens[:i]), self.text])
-      self._offset = max(self._offset, len(before))
+      self._move(tokens, i)
       if self._offset == len(self.text) and not self.ended:
         break
       offsets.append(self._offset)
     self._num_tokens = end = start + len(offsets)
     return {
-      "tokens": pair.vocabulary.pieces(tokens[start:end].tolist()),
+      "tokens": words.pieces(tokens[start:end].tolist()),
       "token_logprobs": [max(x, _LOWEST) for x in self.output.logprobs[start:end].tolist()],
       "top_logprobs": None,
       "text_offset": offsets,
     }
+
+  def _move(self, tokens: np.ndarray, end: int) -> None:
+    """Set the offset to that of the token `end`; inside a character, that of the character.
+
+    Only the tokens from `first` are decoded again, so all offsets take linear time. Those from
+    `last` have the text after `chars`; those before them keep the first one from losing its space.
+    """
+    first, last, chars = self._window
+    decode = functools.partial(text_of, self._call.pair)
+    old, new = decode(tokens[first:last]), decode(tokens[first:end])
+    more = new[len(old) :] if new.startswith(old) else ""
+    found = os.path.commonprefix([more, self.text[chars : chars + len(more)]])
+    self._offset = max(self._offset, chars + len(found))
+    is_whole = found == more != ""  # no incomplete character is at the end
+    most = _MAX_WINDOW if is_whole else 2 * _MAX_WINDOW  # tokens, such as special ones
+    if end - last >= most or is_whole and decode(tokens[first:end], False) == new:
+      self._window = last, end, self._offset
 
   @property
   def num_rounds(self) -> int:
@@ -153,8 +173,6 @@ class Completion:
       service.engine.submit(self._texts)
     except queue.Full:
       raise RequestError(429, "The queue is full; send the request again later.") from None
-    except EngineStopped as error:
-      raise RequestError(503, str(error)) from None
 
   def _prepare(self) -> tuple[GenerateCall, list[list[int]], list[int]]:
     service, pair, request = self._service, self._service.pair, self._request
@@ -194,37 +212,43 @@ class Completion:
     self._updates[index] = result, done  # of several results that were not read, the last remains
     self._changed.set()
 
-  async def _progress(self) -> AsyncIterator[Choice]:
-    """Yield a choice whenever it has changed, until all choices have ended."""
-    num_left, is_first = len(self._choices), True
-    while num_left:
+  async def _progress(self) -> AsyncIterator[dict[str, Any]]:
+    """Yield what is new of the choices until all have ended; of no stream, whole choices."""
+    is_first = True
+    while not all(choice.ended for choice in self._choices):
       await self._changed.wait()
       self._changed.clear()
       if is_first:
         self._service.metrics.first_token.observe(time.monotonic() - self._start)
       is_first, updates, self._updates = False, self._updates, {}
-      for index, (result, done) in sorted(updates.items()):
-        if isinstance(result, Exception):
-          raise result
-        choice = self._choices[index]
-        if choice.ended or not (done or self._needs_rounds):
-          continue
-        choice.update(result, done)
-        if choice.ended:
-          num_left -= 1
-          if not done:  # a stop string
-            self._service.engine.cancel([self._texts[index]])
-        yield choice
+      # The event loop goes on while tokens are decoded.
+      for piece in await asyncio.to_thread(self._update, updates):
+        yield piece
+
+  def _update(self, updates: Mapping[int, tuple[Any, bool]]) -> list[dict[str, Any]]:
+    pieces = []
+    for index, (result, done) in sorted(updates.items()):
+      if isinstance(result, Exception):
+        raise result
+      choice = self._choices[index]
+      if choice.ended or not (done or self._needs_rounds):
+        continue
+      choice.update(result, done)
+      if choice.ended and not done:  # a stop string
+        self._service.engine.cancel([self._texts[index]])
+      if (self._request.stream or choice.ended) and (piece := choice.take()):
+        pieces.append(piece)
+    return pieces
 
   async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
     """Answer the request, or cancel its texts if the client disconnects."""
     answer = asyncio.ensure_future(self._answer(scope, receive, send))
     disconnected = asyncio.ensure_future(_disconnected(receive))
-    status, metrics = 499, self._service.metrics
+    status, failure, metrics = 499, "", self._service.metrics
     try:
       await asyncio.wait((answer, disconnected), return_when=asyncio.FIRST_COMPLETED)
       if answer.done():
-        status = answer.result()
+        status, failure = answer.result()
     finally:
       answer.cancel()
       disconnected.cancel()
@@ -233,26 +257,25 @@ class Completion:
         self._service.engine.cancel(left)
       seconds = time.monotonic() - self._start
       counts = f"{len(self._choices)} outputs, {self._num_tokens} tokens"
-      metrics.count(status, f"{counts}, {seconds:.2f} s")
+      metrics.count(status, f"{counts}, {seconds:.2f} s{failure}")
       metrics.duration.observe(seconds)
 
-  async def _answer(self, scope: Any, receive: Any, send: Any) -> int:
+  async def _answer(self, scope: Any, receive: Any, send: Any) -> tuple[int, str]:
+    """Answer the request; return the status, and the message of an error for the log."""
     try:
       await (self._stream(send) if self._request.stream else self._send(scope, receive, send))
     except Exception as error:
-      status = 503 if isinstance(error, EngineStopped) else 500
-      said = error if isinstance(error, EngineStopped | InputError) else type(error).__name__
-      failure = RequestError(status, f"The request could not be completed: {said}")
+      failure = request_error(error)
       if self._is_streaming:
         await _send_event(send, failure.json(), more=False)
       else:
         await error_response(failure)(scope, receive, send)
-      return status
+      return failure.status, f": {failure.message}"
     metrics = self._service.metrics
     metrics.prompt_tokens += self._num_prompt_tokens
     metrics.tokens += self._num_tokens
     metrics.rounds += sum(choice.num_rounds for choice in self._choices)
-    return 200
+    return 200, ""
 
   @property
   def _num_tokens(self) -> int:
@@ -264,22 +287,18 @@ class Completion:
     return {"prompt_tokens": prompt, "completion_tokens": new, "total_tokens": prompt + new}
 
   async def _send(self, scope: Any, receive: Any, send: Any) -> None:
-    async for _ in self._progress():
-      pass
-    choices = [choice.take() for choice in self._choices]
+    choices = sorted([each async for each in self._progress()], key=lambda each: each["index"])
     body = {**self._header, "choices": choices, "usage": self._usage}
     await JSONResponse(body)(scope, receive, send)
 
   async def _stream(self, send: Any) -> None:
     header = self._header | ({"usage": None} if self._request.include_usage else {})
-    async for choice in self._progress():
+    async for piece in self._progress():
       if not self._is_streaming:
         self._is_streaming = True
         headers = [(b"content-type", b"text/event-stream"), (b"cache-control", b"no-cache")]
         await send({"type": "http.response.start", "status": 200, "headers": headers})
-      piece = choice.take()
-      if piece is not None:
-        await _send_event(send, {**header, "choices": [piece]})
+      await _send_event(send, {**header, "choices": [piece]})
     if self._request.include_usage:
       await _send_event(send, {**header, "choices": [], "usage": self._usage})
     await _send_event(send, "[DONE]", more=False)
@@ -303,6 +322,17 @@ async def _send_event(send: Any, data: Any, more: bool = True) -> None:
 async def _disconnected(receive: Any) -> None:
   while (await receive())["type"] != "http.disconnect":
     pass
+
+
+def request_error(error: Exception) -> RequestError:
+  """Return the error with which a request is answered; log the traceback of an internal one."""
+  if isinstance(error, RequestError):
+    return error
+  status, said = 503 if isinstance(error, EngineStopped) else 500, str(error)
+  if not isinstance(error, EngineStopped | InputError):
+    _LOG.error("A request failed.", exc_info=error)
+    said = type(error).__name__
+  return RequestError(status, f"The request could not be completed: {said}")
 
 
 def error_response(error: RequestError, headers: Mapping[str, str] | None = None) -> Response:

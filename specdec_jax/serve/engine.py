@@ -1,7 +1,6 @@
 """Thread that decodes texts from a queue. All texts with the same decoder are decoded together."""
 
 import dataclasses
-import logging
 import queue
 import threading
 from collections.abc import Callable, Sequence
@@ -10,7 +9,6 @@ from specdec_jax.core.decode import Decoder
 from specdec_jax.errors import InputError, require_count
 from specdec_jax.serve.slots import Slots, Text
 
-_LOG = logging.getLogger("specdec_jax")
 _MAX_ROUNDS = 4  # rounds per step if no text of a group needs the result of each round
 _SECONDS_TO_STOP = 5.0
 
@@ -152,7 +150,6 @@ class Engine:
         try:
           self._turn(decoder, group)
         except Exception as error:
-          _LOG.exception("A step failed.")
           del self._groups[decoder]
           for text in group.texts:
             text.report(error, True)

@@ -7,7 +7,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 from specdec_jax.core.generation_config import SETTINGS
-from specdec_jax.errors import InputError, require_count, require_seed, shown
+from specdec_jax.errors import InputError, require_count, require_seed, require_text, shown
 
 _MAX_STOPS, _MAX_STOP_CHARS = 4, 256
 _MAX_ENTRIES = 1024, 64  # of a list, and of a list in it
@@ -71,17 +71,20 @@ class CompletionRequest:
     for name, kind in {**kinds, "prompt": str | list, "stop": str | list | tuple}.items():
       if not isinstance(value := getattr(self, name), kind):
         raise InputError(f"{name} is {shown(value)}, which has the wrong type.")
-    if not all(isinstance(text, str) for text in (*self.prompts, *self.stops)):
-      raise InputError("prompt and stop must be strings or lists of strings.")
+    for name, texts in {"prompt": self.prompts, "stop": self.stops}.items():
+      if not all(isinstance(text, str) for text in texts):
+        raise InputError(f"{name} is {shown(texts)}; give a string or a list of strings.")
+    for place, text in enumerate(self.prompts):
+      require_text(f"prompt {place}", text)
     require_count("n", self.n)
     if self.max_tokens is not None:
       require_count("max_tokens", self.max_tokens)
     if self.seed is not None:
       require_seed(self.seed)
-    if self.logprobs not in (None, 0, 1):
+    if self.logprobs not in (None, 0, 1) or isinstance(self.logprobs, bool):
       raise InputError(
-        f"logprobs is {shown(self.logprobs)}, and log-probabilities of other tokens than those of "
-        "the text are not supported; give 0 or 1."
+        f"logprobs is {shown(self.logprobs)}; give 0 or 1 for the log-probabilities of the text's "
+        "tokens (those of other tokens are not supported), or leave it out."
       )
     if not self.prompts:
       raise InputError("prompt is an empty list; give at least one string.")
@@ -107,9 +110,12 @@ def parse_request(body: bytes) -> CompletionRequest:
     RequestError: the body is not a JSON object, or has an unknown, unsupported or invalid field.
   """
   try:
-    found = json.loads(body)
-  except ValueError as error:
+    return _request(json.loads(body))
+  except (ValueError, RecursionError) as error:  # RecursionError: of lists in lists
     raise RequestError(400, f"The body cannot be read as JSON: {error!s:.100}.") from error
+
+
+def _request(found: Any) -> CompletionRequest:
   if not isinstance(found, dict):
     raise RequestError(400, f"The body is {shown(found)}; it must be a JSON object.")
   fields = {name: value for name, value in found.items() if value is not None}

@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Sequence
 
 from specdec_jax.core.generation_config import GenerationConfig
-from specdec_jax.errors import InputError, require_count, require_number
+from specdec_jax.errors import InputError, require_count, require_number, require_text
 from specdec_jax.pair import Pair
 from specdec_jax.serve.engine import Limits
 
@@ -26,6 +26,7 @@ def serve(
   limits: Limits = Limits(),
   model_name: str | None = None,
   shutdown_seconds: float = 30.0,
+  keep_alive_seconds: float = 5.0,
 ) -> None:
   """Serve a pair over HTTP until SIGINT or SIGTERM arrives.
 
@@ -34,7 +35,8 @@ def serve(
 
   Args:
     load_pair: function that returns the pair. It is called if the port is free.
-    host: address to listen at. There is no authentication: any client that reaches it is served.
+    host: name or address to listen at; '::' for all addresses, of IPv4 too. There is no
+      authentication: any client that reaches it is served.
     port: port to listen at; 0 for a free one, which is printed.
     gamma: number of draft tokens per round; 0 for autoregressive decoding.
     tree: parents of the nodes of a tree of draft tokens; None for a chain.
@@ -43,13 +45,17 @@ def serve(
     limits: limits of requests, of the queue and of the texts that are decoded together.
     model_name: name of the model in requests; None for the last two parts of the target's path.
     shutdown_seconds: time after a signal for requests that have begun.
+    keep_alive_seconds: time after which a connection without a request is closed.
 
   Raises:
     InputError: an argument is invalid, or the extra `serve` is not installed.
     OSError: the address cannot be used.
   """
+  require_text("prefix", prefix)
   require_count("port", port, 0)
+  require_number("port", port, 0, 65535)
   require_number("shutdown_seconds", shutdown_seconds, 0, float("inf"))
+  require_number("keep_alive_seconds", keep_alive_seconds, 0, float("inf"))
   try:
     from specdec_jax.serve.app import Server
     from specdec_jax.serve.service import Service
@@ -58,7 +64,7 @@ def serve(
       f"specdec serve needs {error.name}, which is not installed; run pip install "
       "'specdec_jax[serve]' (in a checkout, '.[serve]')."
     ) from error
-  socket.create_server((host, port)).close()  # raises an error before models are loaded
+  _listen(host, port).close()  # raises an error before models are loaded
   pair = load_pair()
   given = vars(generation or GenerationConfig())
   merged = vars(GenerationConfig.merged(pair.target.generation, given))
@@ -69,9 +75,10 @@ def serve(
   service = Service(served, gamma, tree, limits, model_name, prefix)
   _LOG.info("Compiling the programs of requests with default settings.")
   service.warm_up()
-  with socket.create_server((host, port), backlog=1024) as listener:
-    server = Server(service, listener)
-    address = f"http://{host}:{listener.getsockname()[1]}/v1"
+  with _listen(host, port) as listener:
+    server = Server(service, listener, keep_alive_seconds)
+    name = f"[{host}]" if ":" in host else host
+    address = f"http://{name}:{listener.getsockname()[1]}/v1"
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # it raises KeyboardInterrupt
     print(f"Serving {service.name!r} at {address}. Ctrl-C stops.", file=sys.stderr, flush=True)
     try:
@@ -85,3 +92,11 @@ def serve(
       _LOG.info("The server has ended.")
     else:
       raise RuntimeError("A thread of the server has ended.")
+
+
+def _listen(host: str, port: int) -> socket.socket:
+  """Return a socket that listens; of a name with several addresses, at the first one of IPv4."""
+  found = socket.getaddrinfo(host or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+  family, _, _, _, address = min(found)
+  both = family == socket.AF_INET6 and socket.has_dualstack_ipv6()
+  return socket.create_server(address, family=family, backlog=1024, dualstack_ipv6=both)
