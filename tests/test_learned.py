@@ -45,7 +45,7 @@ from specdec_jax.models.families import module_of, with_feature_layers
 from specdec_jax.models.layers import norm
 from specdec_jax.random_models import random_speculator
 from specdec_jax.registry import HEADS
-from specdec_jax.train.batches import NO_TOKEN, Batch
+from specdec_jax.train.batches import PADDING, Batch
 from specdec_jax.train.objectives import divergences
 from specdec_jax.train.speculators import speculator_objective, warm_start
 from specdec_jax.train.trainer import TrainSettings
@@ -280,7 +280,7 @@ def test_feature_loss_is_zero_for_the_targets_features_and_ignores_padding():
 
   assert loss(inputs) < 1e-9
   assert loss(inputs, 0.5) == pytest.approx(0.5**2 / 2 / 4, rel=1e-3)
-  assert loss(inputs.at[:, -2:].set(NO_TOKEN), 0.5) < 1e-9
+  assert loss(inputs.at[:, -2:].set(PADDING), 0.5) < 1e-9
 
 
 @pytest.mark.parametrize("kind", ["eagle", "drafter"])
@@ -288,10 +288,10 @@ def test_texts_that_are_too_short_for_an_anchor_count_nothing(kind):
   """Texts of one token and EOS, whose anchors at stride 4 may all be after their end."""
   models = t5()
   head = tiny_head(models.target.config, kind)
-  targets = np.full((len(models.prompts), 8), NO_TOKEN)
+  targets = np.full((len(models.prompts), 8), PADDING)
   targets[:, :2] = 3, 1
   labels = np.maximum(targets, 0)[..., None]
-  batch = Batch(models.prompts, targets, labels, (targets != NO_TOKEN)[..., None] + 0.0)
+  batch = Batch(models.prompts, targets, labels, (targets != PADDING)[..., None] + 0.0)
   objective = speculator_objective(head, models.target.config, models.params, stride=4)
   step = jax.jit(jax.value_and_grad(objective.loss))
   own, losses = tiny_pair.random_params(head, 0), []

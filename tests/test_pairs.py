@@ -148,7 +148,7 @@ def test_eos_of_a_config_is_compared_with_the_vocabulary(
 
 
 def test_eos_of_any_vocabulary_ends_the_prompt_of_a_random_pair(monkeypatch):
-  monkeypatch.setitem(sizes._GPT_SIZES["gpt2"], "tiny", (8, 2, 4, 1, 16))
+  monkeypatch.setitem(sizes._FAMILIES["gpt2"], "tiny", (8, 2, 4, 16, 1))
   pair = random_pair("tiny", "tiny", 0.5, "gpt2")
   texts = "A man is riding a horse.", "Two dogs."
   _, lengths = pair.target.model.prompt_tokens(pair.prompt(texts))

@@ -249,7 +249,7 @@ def test_samples_follow_the_weights_and_never_have_weight_0():
 def test_extreme_uniforms_sample_tokens_of_positive_weight(u, index, possible, monkeypatch):
   """Extreme uniforms sample the first and last token of positive weight, past blocks of weight
   0."""
-  monkeypatch.setattr(jax.random, "uniform", lambda key, shape: jnp.full(shape, u, jnp.float32))
+  monkeypatch.setattr(jax.random, "uniform", lambda key, shape, dtype: jnp.full(shape, u, dtype))
   weights = np.zeros((1, 300), np.float32)
   weights[0, possible] = 0.1
   keys = jax.random.split(jax.random.key(0), 1)

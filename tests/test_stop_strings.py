@@ -12,7 +12,7 @@ from specdec_jax.core.types import DecodeResult, Rounds
 from specdec_jax.data.vocabularies import open_vocabulary
 from specdec_jax.data.vocabulary import Vocabulary
 from specdec_jax.generate import GenerateCall
-from specdec_jax.load import EMBEDDED
+from specdec_jax.load import BUNDLED
 
 TEXTS = ["Zwei Männer hören 日本 \U0001f642.", "Ein Mädchen – fünf €, ein Euro"]
 
@@ -87,7 +87,7 @@ def test_outputs_end_where_transformers_ends_them(make, tmp_path):
   ],
 )
 def test_first_word_begins_with_a_space(stops, want):
-  vocabulary = open_vocabulary(str(EMBEDDED / "vocabulary.model"))
+  vocabulary = open_vocabulary(str(BUNDLED / "vocabulary.model"))
   ids = vocabulary.encode_target("Ein Mann in der")
   assert vocabulary.pieces(ids) == [" Ein", " Mann", " in", " der"]
   assert stopped(vocabulary, ids, stops) == want

@@ -30,7 +30,7 @@ from specdec_jax.train import trainer
 from specdec_jax.train.batches import (
   BUCKETS,
   MAX_TARGET,
-  NO_TOKEN,
+  PADDING,
   ParallelText,
   epoch_batches,
   padded_batches,
@@ -101,7 +101,7 @@ def test_padded_batches_hold_the_padded_pairs():
     assert batch.source.dtype == batch.targets.dtype == np.int32
     for i, source, targets in zip(indices, batch.source, batch.targets, strict=True):
       for row, tokens in ((source, text.sources[i]), (targets, text.targets[i])):
-        assert row[: len(tokens)].tolist() == tokens and (row[len(tokens) :] == NO_TOKEN).all()
+        assert row[: len(tokens)].tolist() == tokens and (row[len(tokens) :] == PADDING).all()
     total += len(indices)
   assert total >= 50
 

@@ -578,7 +578,7 @@ def test_q_of_a_token_that_was_not_proposed_has_no_effect(tree, x):
 @pytest.mark.parametrize("tree", [chain(2), branching(2)], ids=["chain", "siblings"])
 def test_draft_token_of_target_probability_0_is_rejected_at_u_0(verifier, tree, monkeypatch):
   """The next token has a positive probability, though tokens of probability 0 precede it."""
-  monkeypatch.setattr(jax.random, "uniform", lambda key, shape: jnp.zeros(shape))
+  monkeypatch.setattr(jax.random, "uniform", lambda key, shape, dtype: jnp.zeros(shape, dtype))
   p = np.array([0, 0, 0.3, 0.7], np.float32)  # draft tokens are the first two tokens
   q = jnp.eye(4)[None, :2]
   keys = jax.random.split(jax.random.key(0), 1)
