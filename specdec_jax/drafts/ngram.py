@@ -13,7 +13,7 @@ from jaxtyping import Float, Int
 
 from specdec_jax.core.arrays import split_rows
 from specdec_jax.core.context import Context
-from specdec_jax.core.sampling import Sampling, sample_logits
+from specdec_jax.core.sampling import Sampling, sample_draft_token
 from specdec_jax.core.trees import AnyTree, require_chain
 from specdec_jax.core.types import Draft, DraftOptions, DraftSpec, Keys, Loaded, Proposal
 from specdec_jax.data.text import read_lines
@@ -127,7 +127,9 @@ class NgramDraft(Draft):
     keys = split_rows(rng, self.tree.depth)
 
     def step(last_token, key):
-      draft_token, q = sample_logits(key, jnp.log(self._weights(params, last_token)), self.sampling)
+      draft_token, q = sample_draft_token(
+        key, jnp.log(self._weights(params, last_token)), self.sampling
+      )
       return draft_token, (draft_token, q)
 
     _, samples = lax.scan(step, context.last_token, keys)
