@@ -3,6 +3,7 @@
 import math
 import numbers
 import re
+from collections.abc import Iterable
 from typing import Any
 
 _MAX_INT32 = 2**31 - 1  # positions and sizes are int32
@@ -43,8 +44,19 @@ def require_number(
   raise InputError(f"{name} is {shown(value)}; it must {bounds}{note}.")
 
 
-def require_text(name: str, text: str) -> None:
-  """Raise InputError if a text has a NUL character, where C libraries end it."""
+def require_tokens(name: str, tokens: Iterable[Any], vocab_size: int) -> None:
+  """Raise InputError unless all of the tokens are whole numbers below the size of a vocabulary."""
+  tokens = [*tokens]
+  if not all(isinstance(x, numbers.Integral) and 0 <= int(x) < vocab_size for x in tokens):
+    raise InputError(
+      f"{name} is {shown(tokens)}; its tokens must be whole numbers from 0 to {vocab_size - 1}."
+    )
+
+
+def require_text(name: str, text: Any) -> None:
+  """Raise InputError unless `text` is a string without NUL characters, where C libraries end it."""
+  if not isinstance(text, str):
+    raise InputError(f"{name} is {shown(text)}; it must be a string.")
   if "\0" in text:
     raise InputError(f"{name} has a NUL character at position {text.index(chr(0))}; remove it.")
 

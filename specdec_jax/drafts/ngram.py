@@ -68,7 +68,8 @@ def fit_ngrams(
       contain token 0. GPT-2 has a different start token, and its token 0 is an ordinary token.
   """
   require_count("num_successors", num_successors)
-  rows = list(rows)
+  if not (rows := list(rows)):
+    raise InputError("There are no texts to count n-grams of; give a file that is not empty.")
   text = np.fromiter(itertools.chain.from_iterable((start_id, *row) for row in rows), np.int64)
   is_start = np.zeros(len(text), bool)
   is_start[np.cumsum([0, *(len(row) + 1 for row in rows)])[:-1]] = True
