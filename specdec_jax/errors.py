@@ -3,6 +3,7 @@
 import math
 import numbers
 import re
+from collections.abc import Iterable
 from typing import Any
 
 _MAX_INT32 = 2**31 - 1  # positions and sizes are int32
@@ -43,8 +44,22 @@ def require_number(
   raise InputError(f"{name} is {shown(value)}; it must {bounds}{note}.")
 
 
-def require_text(name: str, text: str) -> None:
-  """Raise InputError if a text has NUL, where C libraries end it, or half of a surrogate pair."""
+def require_tokens(name: str, tokens: Iterable[Any], vocab_size: int) -> None:
+  """Raise InputError unless all of the tokens are whole numbers below the size of a vocabulary."""
+  tokens = [*tokens]
+  if not all(isinstance(x, numbers.Integral) and 0 <= int(x) < vocab_size for x in tokens):
+    raise InputError(
+      f"{name} is {shown(tokens)}; its tokens must be whole numbers from 0 to {vocab_size - 1}."
+    )
+
+
+def require_text(name: str, text: Any) -> None:
+  """Raise InputError unless `text` is a string that vocabularies and UTF-8 can encode.
+
+  It must not have NUL, where C libraries end a text, or half of a surrogate pair.
+  """
+  if not isinstance(text, str):
+    raise InputError(f"{name} is {shown(text)}; it must be a string.")
   if found := re.search("[\0\ud800-\udfff]", text):
     kind = "a NUL character" if found[0] == "\0" else f"half of a surrogate pair ({found[0]!a})"
     raise InputError(f"{name} has {kind} at position {found.start()}; remove it.")

@@ -32,7 +32,7 @@ from specdec_jax.core.settings import HashableArray
 from specdec_jax.core.trees import AnyTree, DynamicTree, Tree, given_tree
 from specdec_jax.core.types import AnyArray, AnyPair, DecodeResult, Rounds
 from specdec_jax.data.vocabulary import padded
-from specdec_jax.errors import InputError, require_seed, require_text
+from specdec_jax.errors import InputError, require_seed, require_text, require_tokens
 from specdec_jax.measure.calibrate import auto_tree
 
 _LOG = logging.getLogger("specdec_jax")
@@ -290,7 +290,9 @@ def generation_config(
   A setting that is None in `settings` has its default value, whatever the checkpoint sets.
   """
   if unknown := settings.keys() - {*SETTINGS}:
-    raise TypeError(f"There is no argument {', '.join(sorted(unknown))}.")
+    start = "decoder_start_token_id" in unknown
+    advice = " The start token is that of generation_config.json or config.json." if start else ""
+    raise TypeError(f"There is no argument {', '.join(sorted(unknown))}.{advice}")
   if task is None:
     of_task = {}
   else:
@@ -325,20 +327,17 @@ def _forced_tokens(
     first = [token for token in first if token is not None]
     rows = [
       [*first, *pair.vocabulary.encode_target(text)]
-      for text in _require_texts(_as_list("decoder_texts", texts))
+      for text in _require_texts(_as_list("decoder_texts", texts), name="decoder_texts")
     ]
   else:
     first_tokens, _ = pair.target.model.prompt_tokens(jnp.ones((1, 1), jnp.int32))
     start = None if pair.continues else int(first_tokens[0, 0])
-    rows = [[*row[1:]] if len(row) and row[0] == start else [*row] for row in ids or ()]
+    rows = [np.asarray(row, object).tolist() for row in (() if ids is None else ids)]
+    rows = [row[1:] if row[:1] == [start] else row for row in rows]
   if len(rows) != count:
     raise InputError(f"There are {count} texts and {len(rows)} decoder prefixes; give one each.")
-  vocab_size = pair.target.model.vocab_size
-  for row in rows:
-    if not all(0 <= token < vocab_size for token in row):
-      raise InputError(
-        f"A decoder prefix has tokens {row!r:.60}; they lie in 0 to {vocab_size - 1}."
-      )
+  for i, row in enumerate(rows):
+    require_tokens(f"decoder_input_ids[{i}]", row, pair.target.model.vocab_size)
   return rows
 
 
@@ -705,8 +704,11 @@ def _as_list(name: str, texts: Iterable[Any] | None) -> Sequence[Any]:
   return texts if isinstance(texts, Sequence) else [*(texts or ())]
 
 
-def _require_texts(texts: Sequence[str | None], first: int = 0) -> Sequence[Any]:
+def _require_texts(
+  texts: Sequence[str | None], first: int = 0, name: str = "texts"
+) -> Sequence[Any]:
+  """Return texts, or raise InputError for one that cannot be decoded; None is an empty source."""
   for place, text in enumerate(texts, first):
-    if text is not None:
-      require_text(f"texts[{place}]", text)
+    if text is not None or name != "texts":
+      require_text(f"{name}[{place}]", text)
   return texts

@@ -3,6 +3,7 @@
 import dataclasses
 import difflib
 import functools
+import os
 import pathlib
 import warnings
 from collections.abc import Callable, Sequence
@@ -44,9 +45,9 @@ BUNDLED: pathlib.Path = ASSETS / "multi30k_ende"
 
 
 def load_pair(
-  target: str | Any = str(BUNDLED / "target"),
-  draft: str | LoadsDraft | Any = None,
-  vocabulary: str | Vocabulary | None = None,
+  target: str | os.PathLike | Any = str(BUNDLED / "target"),
+  draft: str | os.PathLike | LoadsDraft | Any = None,
+  vocabulary: str | os.PathLike | Vocabulary | None = None,
   task: str | None = None,
   dtype: str = "float32",
   max_source_tokens: int | None = None,

@@ -9,16 +9,19 @@ import subprocess
 import sys
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 import tiny_pair
 
 import specdec_jax
+from specdec_jax import registry
 from specdec_jax.core.sampling import Sampling, row_keys
 from specdec_jax.core.trees import Tree, chain
 from specdec_jax.core.verify.blocks import BlockVerifier
 from specdec_jax.core.verify.tokens import TokenVerifier
 from specdec_jax.data.pieces import SentencePieces
+from specdec_jax.data.text import read_lines
 from specdec_jax.data.tokenizer_config import TokenizerConfig
 from specdec_jax.errors import InputError
 from specdec_jax.measure import calibrate
@@ -186,6 +189,8 @@ def test_stream_and_stop_strings_with_a_text_that_changes():
     assert "".join(pieces) == whole.text and len(pieces) > 5
     for start in range(0, len(whole.text), 3):
       stop = whole.text[start : start + 2]
+      if "\ufffd" in stop:  # bytes that are no character match no stop string
+        continue
       (cut,) = pair.generate(["A man"], seed=seed, stop_strings=[stop, "never"], **how)
       assert "".join(pair.stream("A man", seed=seed, stop_strings=stop, **how)) == cut.text
       assert cut.finish_reason == "stop_string" and cut.text == vocabulary.decode(cut.tokens)
@@ -216,6 +221,21 @@ def test_stream_and_stop_strings_with_a_text_that_changes():
     (dict(seed=1.5), "seed is 1.5"),
     (dict(batch_size=0), "batch_size is 0"),
     (dict(max_new_tokens=0), "max_new_tokens is 0"),
+    (dict(sequence_bias={(1, 2.5): 1.0}), r"a sequence of sequence_bias is \[1, 2.5\]"),
+    (dict(sequence_bias={(): 1.0}), "an empty sequence"),
+    (dict(sequence_bias={(1,): math.inf}), "a bias of sequence_bias is inf"),
+    (dict(sequence_bias={(1,): 1e300}), r"a bias of sequence_bias is 1e\+300"),
+    (dict(bad_words_ids=[[3.0]]), r"a sequence of bad_words_ids is \[3.0\]"),
+    (dict(suppress_tokens=[0.5]), r"a sequence of suppress_tokens is \[0.5\]"),
+    (dict(repetition_penalty=1e-310), "repetition_penalty is 1e-310"),
+    (dict(encoder_repetition_penalty=1e39), r"encoder_repetition_penalty is 1e\+39"),
+    (dict(tree="Auto"), "tree is 'Auto'; give 'auto'"),
+    (dict(stop_strings=[""]), "stop_strings has ''"),
+    (dict(stop_strings=["a", 3]), "stop_strings has 3"),
+    (dict(texts=["a", None]), r"texts\[1\] is None; it must be a string"),
+    (dict(texts=["a", math.nan]), r"texts\[1\] is nan"),
+    (dict(decoder_texts=["a", "b", None]), r"decoder_texts\[2\] is None"),
+    (dict(decoder_input_ids=[[], [], [0, 2.5]]), r"decoder_input_ids\[2\] is \[2.5\]"),
   ],
   ids=str,
 )
@@ -227,6 +247,58 @@ def test_invalid_arguments_raise(changes, words):
 def test_unknown_argument_raises():
   with pytest.raises(TypeError, match="sped"):
     own_pair().generate(TEXTS, sped=4)
+  with pytest.raises(TypeError, match="decoder_start_token_id. .* generation_config.json"):
+    own_pair().generate(TEXTS, decoder_start_token_id=4)
+
+
+def test_paths_are_paths_or_strings(tmp_path):
+  folder = tiny_pair.folder()
+  paths = folder / "target", folder / "near", folder / "vocabulary.model"
+  pair = specdec_jax.load_pair(*paths)
+  assert repr(pair) == repr(specdec_jax.load_pair(*map(str, paths)))
+  (tmp_path / "words.txt").write_text("a b\n")
+  assert read_lines(tmp_path / "words.txt") == ["a b"]
+
+
+@pytest.mark.parametrize("name", ["unigram", "bigram", "ngrams"])
+def test_drafts_refuse_an_empty_file(name, tmp_path):
+  (tmp_path / "empty.txt").touch()
+  with pytest.raises(InputError, match="There are no texts to count"):
+    registry.draft(name, target_text=str(tmp_path / "empty.txt"))(own_pair().target)
+
+
+@pytest.mark.parametrize("of", [np.array, jnp.array])
+def test_decoder_prefixes_may_be_arrays(of):
+  ids = [[0, 5], [0, 7], [0, 9]]
+  want = own_pair().generate(TEXTS, decoder_input_ids=ids, **SHORT)
+  ours = own_pair().generate(TEXTS, decoder_input_ids=of(ids), **SHORT)
+  assert [x.tokens.tolist() for x in ours] == [x.tokens.tolist() for x in want]
+
+
+@dataclasses.dataclass(frozen=True)
+class StackingDraft(specdec_jax.Draft):
+  """A draft that samples each position by itself, as docs/drafts.md says."""
+
+  tree: Tree
+  sampling: Sampling
+  vocab_size: int
+
+  def propose(self, params, state, context, rng):
+    keys = jax.vmap(lambda key: jax.random.split(key, self.tree.depth), out_axes=1)(rng)
+    logits = jax.nn.one_hot(context.last_token, self.vocab_size)
+    samples = [specdec_jax.sample_logits(key, logits, self.sampling) for key in keys]
+    tokens, q = (jnp.stack(each, axis=1) for each in zip(*samples))
+    return specdec_jax.Proposal(tokens, q), state
+
+
+def test_draft_may_stack_the_distributions_of_its_samples():
+  def build(sampling, tree, options=None):
+    return StackingDraft(tree, sampling, own_pair().target.model.vocab_size)
+
+  pair = own_pair().with_draft(specdec_jax.DraftSpec("stacking", build))
+  ours, plain = (pair.generate(TEXTS, gamma=gamma, **SHORT) for gamma in (2, 0))
+  assert [*map(str, ours)] == [*map(str, plain)]
+  assert len(pair.generate(TEXTS, gamma=2, temperature=1.0, **SHORT)) == len(TEXTS)
 
 
 def test_repr_of_a_pair_is_one_line():

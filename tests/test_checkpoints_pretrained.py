@@ -19,6 +19,7 @@ import tiny_pair
 from huggingface_hub import constants
 from safetensors.numpy import load_file, save_file
 from test_checkpoints_formats import assert_rejected, hf_tensors, params, write_hf
+from tokenizers import Tokenizer, models
 
 from specdec_jax.checkpoints import huggingface
 from specdec_jax.checkpoints.families import FAMILIES, bart
@@ -535,6 +536,67 @@ def test_temperature_and_task_of_a_file_do_not_turn_on_sampling(t5_and_words):
       ("all", dict(do_sample=True), Sampling(0.7)),
     ):
       assert generation_config(pair, task, call)[0].sampling() == want
+
+
+@pytest.mark.parametrize("file", ["config.json", "generation_config.json", "tokenizer_config.json"])
+@pytest.mark.parametrize("content", ["[]", "3", "null", '"text"'])
+def test_files_that_are_no_json_objects_are_refused(t5_and_words, file, content):
+  folder, words = t5_and_words
+  shutil.copy(words.path, folder / "spiece.model")
+  (folder / file).write_text(content)
+  with pytest.raises(InputError, match=f"{file} is damaged"):
+    load_pair(str(folder))
+
+
+@pytest.mark.parametrize(
+  "fields",
+  [
+    {"added_tokens_decoder": []},
+    {"added_tokens_decoder": {"x": {"content": "a"}}},
+    {"added_tokens_decoder": {"3": "a"}},
+    {"additional_special_tokens": 3},
+    {"added_tokens_decoder": {str(2**31 - 1): {"content": "a"}}},
+  ],
+)
+def test_tokens_that_are_no_tokens_are_refused(t5_and_words, fields):
+  folder, words = t5_and_words
+  shutil.copy(words.path, folder / "spiece.model")
+  change(folder, "tokenizer_config.json", **fields)
+  with pytest.raises(InputError, match="is damaged|has a token with the id 2147483647"):
+    load_pair(str(folder))
+
+
+def test_token_ids_that_no_memory_would_hold_are_refused(tmp_path):
+  tokenizer = Tokenizer(models.WordLevel({"</s>": 0, "a": 2**31 - 1}, unk_token="</s>"))
+  tokenizer.save(str(tmp_path / "tokenizer.json"))
+  with pytest.raises(InputError, match="has a token with the id 2147483647; ids lie below"):
+    open_vocabulary(str(tmp_path / "tokenizer.json"))
+  with pytest.raises(InputError, match="has a token with the id 21"):
+    open_vocabulary(str(tiny_pair.folder() / "vocabulary.model"), extra_ids=2**31 - 1)
+
+
+@pytest.mark.parametrize(
+  ("settings", "task", "want"),
+  [
+    (dict(do_sample=True), {}, Sampling(1.0, top_k=50)),
+    (dict(do_sample=True, temperature=0.7, top_k=None), {}, Sampling(0.7, top_k=50)),
+    (dict(do_sample=True, top_k=0), {}, Sampling(1.0)),
+    (dict(do_sample=True, top_k=7), dict(temperature=0.5), Sampling(0.5, top_k=7)),
+    ({}, dict(do_sample=True), Sampling(1.0, top_k=50)),
+    ({}, dict(do_sample=True, top_k=7), Sampling(1.0, top_k=7)),
+    (dict(temperature=0.7), {}, Sampling(0.0)),
+  ],
+)
+def test_files_that_sample_have_the_default_top_k_of_transformers(
+  t5_and_words, settings, task, want
+):
+  folder, words = t5_and_words
+  change(folder, task_specific_params={"own": task})
+  for file in ("config.json", "generation_config.json"):
+    change(folder, file, **settings)
+    pair = load_pair(str(folder), vocabulary=words.path)
+    assert generation_config(pair, "own", {})[0].sampling() == want
+    assert generation_config(pair, "own", dict(top_k=None))[0].sampling().top_k == 0
 
 
 def test_token_ids_of_a_model_in_memory(folder):

@@ -307,7 +307,7 @@ def test_draft_that_samples_at_another_temperature_than_it_reports_is_detected(m
     changed = dataclasses.replace(sampling, temperature=0.97 * sampling.temperature)
     return sample_logits(rng, logits, changed)[0], sample_logits(rng, logits, sampling)[1]
 
-  monkeypatch.setattr(model, "sample_logits", colder)
+  monkeypatch.setattr(model, "sample_draft_token", colder)
   found = judged(table_pair(noise=0.5), num_draft_tokens=90_000)
   assert token_drift(found.draft_token, "log-probability").p_value < LEVEL
   assert detectable_temperature(log_drift(found.at(*range(GAMMA)).draft_token), LEVEL) < 0.03

@@ -17,6 +17,7 @@ from specdec_jax.core.sampling import (
   distribution,
   filtered,
   sample,
+  sample_logits,
   sample_siblings,
   split_keys,
 )
@@ -49,6 +50,14 @@ def test_distribution_equals_the_float64_reference(method):
   np.testing.assert_array_equal(got > 0, want > 0)  # the same tokens are kept
   np.testing.assert_allclose(got, want, rtol=2e-5, atol=1e-7)
   np.testing.assert_allclose(got.sum(-1), 1, atol=1e-5)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_samples_come_with_their_distribution(temperature):
+  logits, method = jnp.asarray(logits_of(4, 9)), Sampling(temperature)
+  tokens, q = sample_logits(jax.random.split(jax.random.key(0), 4), logits, method)
+  np.testing.assert_array_equal(q, distribution(logits, method))
+  assert (np.take_along_axis(np.asarray(q), np.asarray(tokens)[:, None], 1) > 0).all()
 
 
 @pytest.mark.slow

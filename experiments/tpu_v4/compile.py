@@ -21,7 +21,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jax.stages import Lowered
 
 from specdec_jax.core.decode import Decoder, DecodeState, NullDraft
-from specdec_jax.core.sampling import Sampling, sample_logits
+from specdec_jax.core.sampling import Sampling, sample_draft_token
 from specdec_jax.core.trees import AnyTree, DynamicTree, Tree, chain
 from specdec_jax.core.types import Loaded, Params
 from specdec_jax.core.verify.tokens import TokenVerifier
@@ -352,7 +352,7 @@ class _PairOnSite:
       with jax.named_scope("draft"):
         logits, _, cache = model.extend(draft_params, cache, tokens)
         cache = model.commit(cache, cache.length + 1)
-        return cache, sample_logits(rng, logits[:, 0], self.settings.sampling)
+        return cache, sample_draft_token(rng, logits[:, 0], self.settings.sampling)
 
     prefill = functools.partial(model.prefill, num_slots=self.num_slots)
     _, cache = jax.eval_shape(prefill, self.draft_params, self.prompt)

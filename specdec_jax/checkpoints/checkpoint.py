@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import inspect
+import os
 import pathlib
 import re
 import types
@@ -83,14 +84,16 @@ class Checkpoint:
 
   def open_vocabulary(
     self,
-    path: str | None = None,
+    path: str | os.PathLike | None = None,
     extra_ids: int | Literal["auto"] = "auto",
     source_language: str | None = None,
   ) -> Vocabulary:
     """Open the vocabulary of the model; the arguments are those of `load.load_pair`."""
     if path is None and self.folder is None:
       raise InputError("The target is a model in memory; give its vocabulary too.")
-    found = hub.resolve(path, hub.VOCABULARY) if path else find_vocabulary(self.folder or "")
+    found = (
+      hub.resolve(os.fspath(path), hub.VOCABULARY) if path else find_vocabulary(self.folder or "")
+    )
     if found is None:
       raise InputError(
         f"The target {self.path} has no vocabulary with it; expected tokenizer.json, spiece.model "

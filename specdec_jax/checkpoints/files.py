@@ -3,7 +3,6 @@
 import contextlib
 import errno
 import itertools
-import json
 import os
 import pathlib
 import tempfile
@@ -12,6 +11,7 @@ from typing import Any
 
 import tensorstore
 
+from specdec_jax.data.text import read_fields
 from specdec_jax.errors import InputError
 
 _BLOCK = 1 << 26  # maximum number of bytes of a remote file in memory
@@ -77,7 +77,7 @@ def read_json(folder: str, name: str) -> dict[str, Any]:
   """Return the fields of a JSON file, or raise InputError if it is damaged or missing."""
   try:
     with local_copy(folder, name) as path:
-      return json.loads(pathlib.Path(path).read_text(encoding="utf-8"))
+      return read_fields(pathlib.Path(path))
   except (FileNotFoundError, ValueError) as error:
     raise InputError(f"{folder}/{name} is damaged or missing: {error}.") from error
 

@@ -1,6 +1,7 @@
 """Functions that open and load checkpoints of any supported format."""
 
 import dataclasses
+import os
 import posixpath
 import re
 from typing import Any
@@ -21,7 +22,8 @@ def open_checkpoint(model: Any) -> Checkpoint:
   """Open a checkpoint of T5X, Orbax, Hugging Face or this project, without loading its arrays.
 
   Args:
-    model: a folder, or the single file of an old T5X checkpoint; both may be local or `gs://`. Or
+    model: a folder, or the single file of an old T5X checkpoint; both may be local or `gs://`, and
+      a local one a `pathlib.Path`. Or
       the name of a model on the Hugging Face Hub, which is then downloaded (`hub.resolve`). Or a
       model in memory; see `huggingface.open_in_memory`. Pickled files are never read.
 
@@ -29,8 +31,9 @@ def open_checkpoint(model: Any) -> Checkpoint:
     InputError: there is no checkpoint at this path, it is damaged, incomplete or not supported, or
       it is a folder of checkpoints, one per training step.
   """
-  if not isinstance(model, str):
+  if not isinstance(model, str | os.PathLike):
     return open_in_memory(model)
+  model = os.fspath(model)
   folder = hub.resolve(model.rstrip("/"))
   if files.is_file(folder, save.PARAMS):
     checkpoint = save.open_folder(folder)

@@ -6,6 +6,7 @@ is given, its `task_specific_params`.
 """
 
 import dataclasses
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
@@ -24,10 +25,11 @@ from specdec_jax.core.processors import (
 )
 from specdec_jax.core.sampling import Sampling
 from specdec_jax.core.settings import HashableArray
-from specdec_jax.errors import InputError, require_count, require_number, shown
+from specdec_jax.errors import InputError, require_count, require_number, require_tokens, shown
 
 Tokens = Sequence[int]
 DEFAULT_NEW_TOKENS = 128
+_MAX_BIAS = 1e30  # logits with it are finite in float32
 PROCESSORS = (
   *("sequence_bias", "encoder_repetition_penalty", "repetition_penalty", "no_repeat_ngram_size"),
   *("encoder_no_repeat_ngram_size", "bad_words_ids", "min_length", "min_new_tokens"),
@@ -141,8 +143,12 @@ class GenerationConfig:
       if getattr(self, name) is not None:
         require_count(name, getattr(self, name), least)
     for name in ("repetition_penalty", "encoder_repetition_penalty"):
-      if getattr(self, name) is not None:
-        require_number(name, getattr(self, name), 0, float("inf"), "()")
+      if getattr(self, name) is not None:  # neither it nor its inverse is 0 or infinite in float32
+        require_number(name, getattr(self, name), 1e-30, 1e30)
+    stops = self.stop_strings or ()
+    for stop in (stops,) if isinstance(stops, str) else stops:
+      if not (isinstance(stop, str) and stop):
+        raise InputError(f"stop_strings has {shown(stop)}; each must be a string, not ''.")
     self.sampling()
 
   def given(self) -> dict[str, Any]:
@@ -218,6 +224,9 @@ class GenerationConfig:
       pairs = pairs.items() if isinstance(pairs, Mapping) else pairs
       biases = {tuple(tokens): float(bias) for tokens, bias in pairs}
       self._require_tokens("sequence_bias", biases, vocab_size)
+      for bias in biases.values():
+        if bias != -math.inf:
+          require_number("a bias of sequence_bias", bias, -_MAX_BIAS, _MAX_BIAS)
       found.append(SequenceBias.of(biases))
     if self.encoder_repetition_penalty not in (None, 1):
       inverse = 1 / self.encoder_repetition_penalty
@@ -262,11 +271,9 @@ class GenerationConfig:
   @staticmethod
   def _require_tokens(name: str, sequences: Any, vocab_size: int) -> None:
     for sequence in sequences:
-      if not len(sequence) or not all(0 <= token < vocab_size for token in sequence):
-        raise InputError(
-          f"{name} has the sequence {shown([*sequence])}; each must have tokens, from 0 to "
-          f"{vocab_size - 1}."
-        )
+      require_tokens(f"a sequence of {name}", sequence, vocab_size)
+      if not len(sequence):
+        raise InputError(f"{name} has an empty sequence; each must have tokens.")
 
 
 def _token_ids(name: str, value: Any) -> tuple[int, ...]:

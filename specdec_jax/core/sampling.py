@@ -112,11 +112,16 @@ def position_keys(rng: Keys, length: Int[Array, " B"], count: int) -> Key[Array,
 
 def sample_logits(
   rng: Keys, logits: Float[Array, "B V"], sampling: Sampling, coupled: bool = False
-) -> tuple[Int[Array, " B"], Float[Array, "B V"] | None]:
-  """Return a sampled token per row (the argmax of `perturbed` logits if `coupled`), and its q.
+) -> tuple[Int[Array, " B"], Float[Array, "B V"]]:
+  """Return a sampled token per row (the argmax of `perturbed` logits if `coupled`), and its q."""
+  token, q = sample_draft_token(rng, logits, sampling, coupled)
+  return token, distribution(logits, sampling) if q is None else q
 
-  At temperature 0, q is None; see `core.types.Proposal`.
-  """
+
+def sample_draft_token(
+  rng: Keys, logits: Float[Array, "B V"], sampling: Sampling, coupled: bool = False
+) -> tuple[Int[Array, " B"], Float[Array, "B V"] | None]:
+  """Return the result of `sample_logits`, but None for q at temperature 0; see `Proposal`."""
   if sampling.is_argmax:
     return argmax(logits), None
   probs = distribution(logits, sampling)

@@ -313,6 +313,8 @@ def given_tree(gamma: Any, tree: Sequence[int] | str | None) -> Tree | None:
     static_tree = Tree(tree)
     require_tree_memory(static_tree.num_nodes)
     return static_tree
+  if isinstance(tree, str) and tree != "auto":
+    raise InputError(f"tree is {tree!r}; give 'auto', or the parents of the draft tokens.")
   if "auto" not in (gamma, tree):
     require_count("gamma", gamma, least=0)
     return chain(int(gamma))

@@ -8,7 +8,7 @@ from typing import Any
 
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 
-from specdec_jax.data.tokenizer_config import FILE, read_tokenizer_config
+from specdec_jax.data.tokenizer_config import FILE, read_tokenizer_config, require_ids
 from specdec_jax.data.vocabulary import DECODER_ONLY, PAD_ID, ModelTokens, Vocabulary
 from specdec_jax.errors import InputError
 
@@ -80,7 +80,8 @@ class HuggingFaceTokenizer(Vocabulary):
   ) -> None:
     self.path, self._has_encoder = str(path), tokens.has_encoder
     self._tokens = {i: token for token, i in ids.items()}
-    self._size = max(self._tokens) + 1  # ids may have gaps
+    require_ids(path, self._tokens)
+    self._size = max(self._tokens, default=-1) + 1  # ids may have gaps
     self.pad_id = pad_id if tokens.pad_id is None else tokens.pad_id
     self.special_ids = special_ids
     known = [i for i in tokens.eos_ids if i < self._size]

@@ -14,6 +14,7 @@ from specdec_jax.data.tokenizer_config import (
   AddedTokens,
   TokenizerConfig,
   read_tokenizer_config,
+  require_ids,
 )
 from specdec_jax.data.vocabulary import DECODER_ONLY, PAD_ID, ModelTokens, Vocabulary
 from specdec_jax.errors import InputError
@@ -51,6 +52,7 @@ class SentencePieces(Vocabulary):
     except (RuntimeError, OSError) as error:
       raise InputError(f"{path} is not a SentencePiece model: {error}.") from error
     end = len(self._pieces) + extra_ids
+    require_ids(self.path, [end - 1])
     added = {end - 1 - i: AddedToken(f"<extra_id_{i}>", special=True) for i in range(extra_ids)}
     if config is not None:
       control = filter(lambda i: model.is_control(i) or model.is_unknown(i), range(len(model)))

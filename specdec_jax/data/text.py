@@ -2,7 +2,9 @@
 
 import gzip
 import itertools
+import json
 import os
+import pathlib
 import sys
 import zlib
 from collections.abc import Iterable, Iterator
@@ -17,7 +19,7 @@ def data_folder() -> str:
 
 
 def read_lines(
-  path: str, limit: int | None = None, prefix: str = "", num_words: int | None = None
+  path: str | os.PathLike, limit: int | None = None, prefix: str = "", num_words: int | None = None
 ) -> list[str]:
   """Return the lines of a UTF-8 text.
 
@@ -34,6 +36,7 @@ def read_lines(
   if limit is not None:
     require_count("limit", limit)
   require_text("prefix", prefix)
+  path = os.fspath(path)
   if path != "-" and (not os.path.exists(path) or os.path.isdir(path)):
     raise InputError(f"There is no text file at {path}.")
   if path == "-":
@@ -45,6 +48,14 @@ def read_lines(
     require_count("num_words", num_words)
     lines = [" ".join(line.split()[:num_words]) for line in lines]
   return [prefix + line if line.strip() else line for line in lines]
+
+
+def read_fields(path: pathlib.Path) -> dict[str, Any]:
+  """Return the fields of a JSON file, or raise ValueError if it has anything but a JSON object."""
+  fields = json.loads(path.read_text(encoding="utf-8"))
+  if not isinstance(fields, dict):
+    raise ValueError(f"it has a JSON {type(fields).__name__}, not fields in braces")
+  return fields
 
 
 def open_file(path: str, mode: str) -> IO:

@@ -1,18 +1,19 @@
 """Settings in the tokenizer files of a Hugging Face folder, such as its added tokens."""
 
-import json
 import pathlib
 import re
 import types
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
 
 from tokenizers import AddedToken
 
+from specdec_jax.data.text import read_fields
 from specdec_jax.errors import InputError
 
 FILE = "tokenizer_config.json"
 SENTINEL = "<extra_id_"
+_MAX_TOKENS = 2**22  # several times as many as the largest vocabularies have
 _NAMED = tuple(f"{name}_token" for name in ("bos", "eos", "unk", "sep", "pad", "cls", "mask"))
 # The classes that transformers uses for a model whose files name none, as far as they matter here.
 _KINDS = {"mbart": "MBartTokenizer", "nllb-moe": "NllbTokenizer", "pegasus": "PegasusTokenizer"}
@@ -64,6 +65,17 @@ class TokenizerConfig(NamedTuple):
 
 def read_tokenizer_config(folder: pathlib.Path) -> TokenizerConfig:
   """Return the settings in `folder`, which may have any of the files of transformers 4 and 5."""
+  try:
+    config = _tokenizer_config(folder)
+  except (AttributeError, KeyError, TypeError, ValueError) as error:
+    if isinstance(error, InputError):
+      raise
+    raise InputError(f"{folder / FILE} or a file next to it is damaged: {error!r}.") from error
+  require_ids(str(folder), config.added)
+  return config
+
+
+def _tokenizer_config(folder: pathlib.Path) -> TokenizerConfig:
   fields, model = (_read_fields(folder / name) for name in (FILE, "config.json"))
   if "added_tokens_decoder" not in fields:  # files of transformers before 4.34
     fields = fields | _read_fields(folder / "special_tokens_map.json")
@@ -81,6 +93,12 @@ def read_tokenizer_config(folder: pathlib.Path) -> TokenizerConfig:
   return TokenizerConfig(kind, fields, named, added, extra)
 
 
+def require_ids(path: str, ids: Iterable[int]) -> None:
+  """Raise InputError if a token of a vocabulary has an id for which no memory would suffice."""
+  if (largest := max(ids, default=0)) >= _MAX_TOKENS:
+    raise InputError(f"{path} has a token with the id {largest}; ids lie below {_MAX_TOKENS}.")
+
+
 def _content(value: str | Mapping[str, Any]) -> str:
   return value if isinstance(value, str) else value["content"]
 
@@ -94,7 +112,7 @@ def _read_fields(path: pathlib.Path) -> dict[str, Any]:
   if not path.is_file():
     return {}
   try:
-    return json.loads(path.read_text(encoding="utf-8"))
+    return read_fields(path)
   except ValueError as error:
     raise InputError(f"{path} is damaged: {error}.") from error
 

@@ -52,7 +52,8 @@ def fit_backoff(
   require_count("num_successors", num_successors)
   if not (isinstance(order, int) and 1 <= order <= MAX_ORDER):
     raise InputError(f"order is {order!r}; it must be a whole number from 1 to {MAX_ORDER}.")
-  rows = [np.array([start_id, *row], np.uint32) for row in rows]
+  if not (rows := [np.array([start_id, *row], np.uint32) for row in rows]):
+    raise InputError("There are no texts to count n-grams of; give a file that is not empty.")
   text = np.concatenate([[], *rows]).astype(np.uint32)
   # Position of each token in its text; 0 is the start token.
   position = np.concatenate([[], *(np.arange(len(row)) for row in rows)])

@@ -16,7 +16,7 @@ from specdec_jax.core.arrays import gather, gather_or_zero, place_tokens, split_
 from specdec_jax.core.context import Context, Prefixes, text_prefixes
 from specdec_jax.core.decode import Decoder, DecodeState, empty_rounds
 from specdec_jax.core.processors import LogitsProcessor, process
-from specdec_jax.core.sampling import Sampling, distribution, sample_logits, sample_siblings
+from specdec_jax.core.sampling import Sampling, distribution, sample_draft_token, sample_siblings
 from specdec_jax.core.trees import Tree
 from specdec_jax.core.types import (
   Draft,
@@ -85,7 +85,7 @@ class HierarchicalDraft(Draft):
       logits = process(processors, logits[:, None], text_prefixes(context))[:, 0]
     sibling_rng, rng = (rng, rng) if self.tree.is_chain else split_rows(rng)
     first_rng, rng = split_rows(rng)
-    first, first_q = sample_logits(first_rng, logits, self.sampling)
+    first, first_q = sample_draft_token(first_rng, logits, self.sampling)
     if gamma == 1:
       proposal = jax.tree.map(lambda x: x[:, None], Proposal(first, first_q))
       return self._with_siblings(proposal, logits[:, None], sibling_rng), (cache, inner_state)

@@ -13,7 +13,7 @@ from jaxtyping import Float, Int, Key
 from specdec_jax.core.arrays import gather, gather_one, split_rows
 from specdec_jax.core.context import Context, node_prefixes, text_prefixes
 from specdec_jax.core.processors import process
-from specdec_jax.core.sampling import Sampling, position_keys, sample_logits, sample_siblings
+from specdec_jax.core.sampling import Sampling, position_keys, sample_draft_token, sample_siblings
 from specdec_jax.core.trees import Tree
 from specdec_jax.core.types import Draft, DraftOptions, Keys, Model, Outcome, Proposal
 from specdec_jax.errors import require_count
@@ -154,7 +154,7 @@ def sample_next(
   processors, text = draft.options.processors, context.tokens
   if processors:
     logits = process(processors, logits[:, None], text_prefixes(context))[:, 0]
-  token, q = sample_logits(rng, logits, draft.sampling, draft.options.coupled)
+  token, q = sample_draft_token(rng, logits, draft.sampling, draft.options.coupled)
   return token, q, context.with_tokens(token[:, None]).tokens if processors else text
 
 

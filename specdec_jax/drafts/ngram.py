@@ -13,7 +13,7 @@ from jaxtyping import Float, Int
 
 from specdec_jax.core.arrays import split_rows
 from specdec_jax.core.context import Context
-from specdec_jax.core.sampling import Sampling, sample_logits
+from specdec_jax.core.sampling import Sampling, sample_draft_token
 from specdec_jax.core.trees import AnyTree, require_chain
 from specdec_jax.core.types import Draft, DraftOptions, DraftSpec, Keys, Loaded, Proposal
 from specdec_jax.data.text import read_lines
@@ -67,7 +67,8 @@ def fit_ngrams(
       contain token 0. GPT-2 has a different start token, and its token 0 is an ordinary token.
   """
   require_count("num_successors", num_successors)
-  rows = list(rows)
+  if not (rows := list(rows)):
+    raise InputError("There are no texts to count n-grams of; give a file that is not empty.")
   text = np.fromiter(itertools.chain.from_iterable((start_id, *row) for row in rows), np.int64)
   is_start = np.zeros(len(text), bool)
   is_start[np.cumsum([0, *(len(row) + 1 for row in rows)])[:-1]] = True
@@ -126,7 +127,9 @@ class NgramDraft(Draft):
     keys = split_rows(rng, self.tree.depth)
 
     def step(last_token, key):
-      draft_token, q = sample_logits(key, jnp.log(self._weights(params, last_token)), self.sampling)
+      draft_token, q = sample_draft_token(
+        key, jnp.log(self._weights(params, last_token)), self.sampling
+      )
       return draft_token, (draft_token, q)
 
     _, samples = lax.scan(step, context.last_token, keys)
