@@ -126,7 +126,7 @@ def load_pair(
   bundled = is_bundled(checkpoint)
   if draft is None:
     draft = str(BUNDLED / "conditioned") if bundled else "prompt_lookup"
-  if isinstance(draft, str) and draft in registry.DRAFTS:
+  if isinstance(draft, str) and registry.entry("draft", draft):
     draft = registry.draft(draft)
   if callable(draft) and not is_in_memory(draft):
     drafted = draft(loaded)

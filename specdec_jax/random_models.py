@@ -62,7 +62,7 @@ def random_pair(
   config, params = random_model(target, version, layout, words, shardings)
   model = SimulatedModel(model_of(config), alpha, words.eos_id)
   loaded = Loaded(size_name(version, target), model, params, words)
-  if isinstance(draft, str) and draft in registry.DRAFTS:
+  if isinstance(draft, str) and registry.entry("draft", draft):
     draft = registry.draft(draft)
   elif isinstance(draft, str):
     draft = functools.partial(

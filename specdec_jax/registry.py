@@ -9,6 +9,7 @@ them.
 import functools
 import importlib
 import inspect
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -192,17 +193,35 @@ HEADS = {
 }
 
 
+def entry(part: str, name: str) -> Entry | None:
+  """Return the draft or verifier (`part`) of a name, or that of a user, named as `module:name`.
+
+  Other names, such as those of checkpoints, give None.
+  """
+  names = {"draft": DRAFTS, "verifier": VERIFIERS}[part]
+  is_path = re.fullmatch(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*", name)
+  return names.get(name) or (Entry(name, "your own texts") if is_path else None)
+
+
 def imported(path: str) -> Any:
-  """Return the object `module:name`."""
+  """Return the object `module:name`, or raise InputError if there is none."""
   module, _, name = path.partition(":")
-  return getattr(importlib.import_module(module), name)
+  try:
+    return getattr(importlib.import_module(module), name)
+  except ModuleNotFoundError as error:
+    if error.name != module:
+      raise
+    raise InputError(f"There is no module {module} for {path!r} on the Python path.") from error
+  except AttributeError as error:
+    raise InputError(f"There is no {name} in the module {module}.") from error
 
 
 def draft(name: str | LoadsDraft, **settings: Any) -> LoadsDraft:
   """Return the function that loads a draft for a target.
 
   Args:
-    name: a name in `DRAFTS`, or a checkpoint; or such a function, which is returned.
+    name: a name in `DRAFTS`, a function of yours as `module:name`, or a checkpoint; or such a
+      function, which is returned.
     settings: parameters of the draft, or of the drafts that it consists of; each draft takes those
       that it has. Parameters that load a draft may be names, too.
 
@@ -232,18 +251,17 @@ def draft_parameters(name: str, settings: Mapping[str, Any]) -> dict[str, inspec
 def verifier(name: str | Callable[..., Any], **settings: Any) -> Callable[..., Any]:
   """Return a verifier by its name in `VERIFIERS`: a function from a sampling method.
 
-  Such a function is returned as it is.
+  Such a function is returned as it is. One of yours is named as `module:name`.
 
   Raises:
     InputError: there is no such verifier, or it has none of the settings.
   """
   if not isinstance(name, str):
     return name
-  if name not in VERIFIERS:
+  if (found := entry("verifier", name)) is None:
     raise InputError(f"There is no verifier {name!r}; there are {', '.join(VERIFIERS)}.")
-  entry = VERIFIERS[name]
-  _require_known(name, settings, parameters(entry.path))
-  return functools.partial(imported(entry.path), **settings) if settings else imported(entry.path)
+  _require_known(name, settings, parameters(found.path))
+  return functools.partial(imported(found.path), **settings) if settings else imported(found.path)
 
 
 def head(kind: str) -> type:
@@ -269,14 +287,14 @@ def flag_of(parameter: str) -> str:
 
 
 def _entry(name: str) -> Entry:
-  return DRAFTS.get(name) or Entry(_MODEL, "", {"model": name})
+  return entry("draft", name) or Entry(_MODEL, "", {"model": name})
 
 
 def _values(name: str, settings: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
   """Return the values of a draft's parameters, and settings of the drafts that it consists of."""
-  entry = _entry(name)
-  own = parameters(entry.path)
-  given = {**entry.settings, **settings}
+  found = _entry(name)
+  own = parameters(found.path)
+  given = {**found.settings, **settings}
   values = {each: value for each, value in given.items() if each in own}
   inner = {each: x for each, x in given.items() if each not in own or not _loads_drafts(own[each])}
   return values, inner

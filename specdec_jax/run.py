@@ -220,14 +220,16 @@ class _Setting(NamedTuple):
   default: Any
 
 
-def _settings_of(part: str, name: str, given: Mapping[str, str | None]) -> dict[str, _Setting]:
+def _settings_of(
+  part: str, name: str, entry: registry.Entry, given: Mapping[str, str | None]
+) -> dict[str, _Setting]:
   """Return the settings of a named draft, and of the drafts that flags name, or of a verifier."""
   if part == "draft":
     drafts = {"draft": given.get("base_draft"), "inner": given.get("inner")}
     several = {"drafts": (given["drafts"] or "").split(",")} if "drafts" in given else {}
     found = registry.draft_parameters(name, {k: x for k, x in drafts.items() if x} | several)
   else:
-    found = registry.parameters(registry.VERIFIERS[name].path)
+    found = registry.parameters(entry.path)
   names = {LoadsDraft: str, Sequence[LoadsDraft]: Sequence[str]}  # or checkpoints
   return {
     registry.flag_of(each): _Setting(each, names.get(x.annotation, x.annotation), x.default)
@@ -243,10 +245,10 @@ def _take_named(part: str, given: dict[str, str | None], kinds: Mapping[str, Any
   if text is None:
     raise InputError(f"--{part} needs a value: a name, of which --help has a list.")
   bindings, value = [], text if text.startswith(("@", "%")) else repr(text)
-  if text in _NAMES[part]:
+  if entry := registry.entry(part, text):
     value = f"@registry.{part}()"
     bindings.append(f"registry.{part}.name = {text!r}")
-    for flag, setting in _settings_of(part, text, given).items():
+    for flag, setting in _settings_of(part, text, entry, given).items():
       at = f"registry.{part}.{setting.parameter}"
       if flag == "target_text" and "TARGET_TEXT" in kinds:
         bindings.append(f"{at} = %TARGET_TEXT")
@@ -403,10 +405,10 @@ def _help_of_run(files: Sequence[str], arguments: Sequence[str], values: flags.F
     return "\n".join(lines)
   given = _split(arguments)[1]
   for part, entries in _NAMES.items():
-    name = given.get(part)
-    if name in entries:
-      lines += ["", f"Settings of --{part} {name}, which is for: {entries[name].use}"]
-      found = _settings_of(part, name, given)
+    name = given.get(part) or ""
+    if entry := registry.entry(part, name):
+      lines += ["", f"Settings of --{part} {name}, which is for: {entry.use}"]
+      found = _settings_of(part, name, entry, given)
       lines += [_setting(flag, setting.default) for flag, setting in found.items()]
     else:
       lines += ["", f"Values of --{part}; with --help too, one prints its settings:"]

@@ -94,9 +94,7 @@ def commands(page: pathlib.Path) -> list[list[str]]:
     ends = [i for i, word in enumerate(words) if set(word) <= set(lexer.punctuation_chars)]
     found += [words[start + 1 : end] for start, end in zip(ends, ends[1:])]
   ours = r"(specdec|sacrebleu|tfds|python (-m )?(specdec_jax|experiments|scripts))\b"
-  found = [words for words in found if re.match(ours, " ".join(words))]
-  own_file = "--gin_file=my_drafts.gin"  # which docs/drafts.md lists
-  return [[word for word in words if word != own_file] for words in found]
+  return [words for words in found if re.match(ours, " ".join(words))]
 
 
 def requirements(page: pathlib.Path) -> tuple[str, ...]:

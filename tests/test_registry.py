@@ -56,9 +56,32 @@ def test_settings_reach_the_drafts_that_have_them(pair):
   assert forest(pair.target).name == "unigram and 4-gram"
 
 
+def test_functions_of_a_user_are_named_by_their_path(pair, tmp_path, monkeypatch):
+  (tmp_path / "my_drafts.py").write_text(
+    "from specdec_jax.core.verify.tokens import TokenVerifier as Mine\n"
+    "from specdec_jax.drafts.uniform import uniform\n"
+    "def nothing(target, ignored=2):\n"
+    "  return uniform(target)\n"
+  )
+  monkeypatch.syspath_prepend(str(tmp_path))
+  assert registry.draft("my_drafts:nothing", ignored=3)(pair.target).name == "uniform"
+  assert load_pair(draft="my_drafts:nothing", verifier="my_drafts:Mine").draft.name == "uniform"
+  with pytest.raises(InputError, match="'my_drafts:nothing' has no setting order"):
+    registry.draft("my_drafts:nothing", order=3)
+  bindings = "registry.draft.name = 'my_drafts:nothing'", "registry.draft.ignored = 4"
+  with gin.unlock_config():
+    gin.clear_config()
+  run.parse_files([str(ROOT / "gin" / "runs" / "translate.gin")])
+  found = run.to_bindings(["--draft", "my_drafts:nothing", "--ignored", "4"])
+  assert {*bindings} <= {*found}
+  gin.clear_config()
+
+
 @pytest.mark.parametrize(
   "make, words",
   [
+    (lambda: registry.draft("no_module:draft"), "There is no module no_module for"),
+    (lambda: registry.draft("json:draft"), "There is no draft in the module json"),
     (lambda: registry.draft("prompt_lookup", order=3), "'prompt_lookup' has no setting order"),
     (lambda: registry.draft("ngrams"), "'ngrams' needs a value of target_text"),
     (lambda: registry.draft("tree"), "'tree' needs a value of draft"),

@@ -293,7 +293,8 @@ def detectable_errors(
   if of_texts:
     drift = functools.reduce(Drift.plus, (x.drifts()["draft"][0] for x in of_texts))
     share = martingale.detectable_shift(drift, level / len(of_texts[0].scores))
-    stages.append(f"outputs, {share:.1%} of their tokens taken from the draft's distribution")
+    enough = f"{share:.1%} of their tokens taken from the draft's distribution"
+    stages.append(f"outputs, {enough if share <= 1 else 'none, because they are too few'}")
   return f"Smallest errors that are detected nine times in ten: {'; '.join(stages)}." * bool(stages)
 
 
@@ -380,8 +381,8 @@ def _of_drifts(
 
 def _bias(draft_tokens: RoundScores, max_weight: float, level: float) -> str:
   bias = martingale.detectable_bias(draft_tokens, level, max_weight=max_weight)
-  if math.isinf(bias):
-    return "too few draft tokens to detect any bias in acceptance"
+  if bias > 1:
+    return "too few draft tokens to detect a bias in acceptance"
   return f"detects a bias of {bias:.2%} in acceptance"
 
 
