@@ -489,6 +489,13 @@ def test_file_that_is_replaced_is_named(run):
   assert "out.txt exists, and this run replaces it." in run(LINES[:1], OUTPUT="out.txt").said
 
 
+def test_invalid_run_from_standard_input_replaces_no_file(run, monkeypatch):
+  (run.dir / "out.txt").write_text("mine")
+  monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"A man\n"), encoding="utf-8"))
+  assert run(INPUT="-", OUTPUT="out.txt", NUM_RETURN_SEQUENCES=2, TEMPERATURE=1.0).status == 2
+  assert (run.dir / "out.txt").read_text() == "mine"
+
+
 def doubled(logits, tokens, length):
   return 2 * logits
 

@@ -164,9 +164,9 @@ def open_output(
   """
   is_special = os.path.exists(path) and not os.path.isfile(path)
   if path == "-" or is_special or not is_resumable or not os.path.basename(path):
-    opened = contextlib.nullcontext(sys.stdout) if path == "-" else open_file(path, "wt")
-    with opened as file:
-      yield OutputFile(file, planned(None))
+    job = planned(None)  # an invalid run does not replace a file
+    with contextlib.nullcontext(sys.stdout) if path == "-" else open_file(path, "wt") as file:
+      yield OutputFile(file, job)
     return
   part = pathlib.Path(f"{os.path.realpath(path)}.part")
   with exclusive(str(part), path) as file:
