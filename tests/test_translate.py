@@ -427,7 +427,7 @@ def test_run_that_fails_before_the_first_line_leaves_no_file(run, interrupt):
 FIELDS = {"id": "M\u00e4 \ud83d", "index": 7, "output": "gold", "tokens": [1], "rounds": None}
 
 
-@pytest.mark.parametrize("suffix", ["jsonl", "ndjson", "jsonl.gz", "ndjson.gz"])
+@pytest.mark.parametrize("suffix", ["jsonl", "ndjson", "jsonl.gz", "NDJSON.GZ"])
 def test_records_have_the_fields_of_their_source_and_the_output(run, suffix):
   """`FIELDS` has half of a surrogate pair, which UTF-8 cannot encode, and names of counts."""
   objects = [{**FIELDS, "source": LINES[0]}, {"text": ""}, {"source": LINES[1], "text": "no"}]

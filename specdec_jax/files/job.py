@@ -191,5 +191,5 @@ def open_output(
     file.flush()
     decoded = part.read_bytes().partition(b"\n")[2]
     with atomic_write(path, "wb") as complete:
-      complete.write(gzip.compress(decoded) if path.endswith(".gz") else decoded)
+      complete.write(gzip.compress(decoded) if path.lower().endswith(".gz") else decoded)
     part.unlink()
