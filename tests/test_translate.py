@@ -427,7 +427,7 @@ def test_run_that_fails_before_the_first_line_leaves_no_file(run, interrupt):
 FIELDS = {"id": "M\u00e4 \ud83d", "index": 7, "output": "gold", "tokens": [1], "rounds": None}
 
 
-@pytest.mark.parametrize("suffix", ["jsonl", "ndjson", "jsonl.gz", "ndjson.gz"])
+@pytest.mark.parametrize("suffix", ["jsonl", "ndjson", "jsonl.gz", "NDJSON.GZ"])
 def test_records_have_the_fields_of_their_source_and_the_output(run, suffix):
   """`FIELDS` has half of a surrogate pair, which UTF-8 cannot encode, and names of counts."""
   objects = [{**FIELDS, "source": LINES[0]}, {"text": ""}, {"source": LINES[1], "text": "no"}]
@@ -487,6 +487,13 @@ def test_line_that_is_no_source_is_reported_before_decoding(run, decoded, line, 
 def test_file_that_is_replaced_is_named(run):
   assert "replaces" not in run(LINES[:1], OUTPUT="out.txt").said
   assert "out.txt exists, and this run replaces it." in run(LINES[:1], OUTPUT="out.txt").said
+
+
+def test_invalid_run_from_standard_input_replaces_no_file(run, monkeypatch):
+  (run.dir / "out.txt").write_text("mine")
+  monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"A man\n"), encoding="utf-8"))
+  assert run(INPUT="-", OUTPUT="out.txt", NUM_RETURN_SEQUENCES=2, TEMPERATURE=1.0).status == 2
+  assert (run.dir / "out.txt").read_text() == "mine"
 
 
 def doubled(logits, tokens, length):

@@ -60,7 +60,7 @@ def read_fields(path: pathlib.Path) -> dict[str, Any]:
 
 def open_file(path: str, mode: str) -> IO:
   """Open a file, which is compressed if its name ends in .gz. Text is in UTF-8."""
-  open_it: Any = gzip.open if path.endswith(".gz") else open
+  open_it: Any = gzip.open if path.lower().endswith(".gz") else open
   return open_it(path, mode, encoding=None if "b" in mode else "utf-8")
 
 

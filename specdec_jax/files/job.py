@@ -163,9 +163,9 @@ def open_output(
   """
   is_special = os.path.exists(path) and not os.path.isfile(path)
   if path == "-" or is_special or not is_resumable or not os.path.basename(path):
-    opened = contextlib.nullcontext(sys.stdout) if path == "-" else open_file(path, "wt")
-    with opened as file:
-      yield OutputFile(file, planned(None))
+    job = planned(None)  # an invalid run does not replace a file
+    with contextlib.nullcontext(sys.stdout) if path == "-" else open_file(path, "wt") as file:
+      yield OutputFile(file, job)
     return
   part = pathlib.Path(f"{os.path.realpath(path)}.part")
   with exclusive(str(part), path) as file:
@@ -190,5 +190,5 @@ def open_output(
     file.flush()
     decoded = part.read_bytes().partition(b"\n")[2]
     with atomic_write(path, "wb") as complete:
-      complete.write(gzip.compress(decoded) if path.endswith(".gz") else decoded)
+      complete.write(gzip.compress(decoded) if path.lower().endswith(".gz") else decoded)
     part.unlink()

@@ -1,7 +1,7 @@
 """Files of sources and of the records of their outputs: lines of text, or JSON Lines.
 
-The suffix decides on the format: .jsonl and .ndjson are JSON Lines, all others are text, and .gz
-may follow either. A JSON Lines file has one object per line, whose field 'source' or, if there is
+The suffix, in any case, decides on the format: .jsonl and .ndjson are JSON Lines, others are text,
+and .gz may follow. A JSON Lines file has one object per line, whose field 'source' or, if there is
 none, 'text' is the source. A line of text is the object {"source": line}. The record of an output
 is the object of its source, unchanged, with one more field:
 
@@ -25,7 +25,7 @@ Record = dict[str, Any]
 
 def is_json_lines(path: str) -> bool:
   """Return whether a file has one JSON object per line, instead of one text per line."""
-  return path.removesuffix(".gz").endswith((".jsonl", ".ndjson"))
+  return path.lower().removesuffix(".gz").endswith((".jsonl", ".ndjson"))
 
 
 def read_records(lines: Iterable[str], path: str) -> Iterator[Record]:
