@@ -13,6 +13,7 @@ import sys
 
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))  # for `experiments`
 
+from experiments.lib import script
 from experiments.lib.formats import render
 from experiments.lib.tables import LINES, PATHS, RECORDS, named_table
 from specdec_jax.core.atomic_files import atomic_write
@@ -39,4 +40,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-  main()
+  script.run(main)

@@ -223,7 +223,7 @@ def outputs(
     call = GenerateCall(pair, config, shape, lenience, logprobs, fixed_width)
   for start, block in _blocks(texts, size):
     index = [i for i, text in enumerate(block) if text is not None]
-    sources = _encoded(pair, [f"{prefix}{block[i]}" for i in index])
+    sources = [pair.encode(f"{prefix}{block[i]}") for i in index]
     prefixes = None if forced is None else [forced[start + i] for i in index]
     numbers = [first + start + i for i in index]
     found = call.decode(sources, numbers, prefixes, size=size, seed=seed)
@@ -269,7 +269,7 @@ def stream(
   _warn_of_truncation(pair, [text])
   shape = chosen_tree(pair, [text], gamma, tree, config, 1, seed, lenience)
   call = GenerateCall(pair, config, shape, lenience)
-  decoder, batch = call.decoder(), _Batch(pair, config, _encoded(pair, [text]), None)
+  decoder, batch = call.decoder(), _Batch(pair, config, [pair.encode(text)], None)
   state = _init(decoder, pair.params, batch.prompt, sample_keys(seed, [0], 1), **batch.options)
   num_sent, done = 0, False
   while not done:
@@ -680,10 +680,6 @@ def size_of_outputs(limit: int) -> int:
 
 _init = jax.jit(Decoder.init, static_argnames=("max_new_tokens", "num_samples"))
 _round = jax.jit(Decoder.round)
-
-
-def _encoded(pair: AnyPair, texts: Sequence[str]) -> list[list[int]]:
-  return [*map(pair.encode, texts)]
 
 
 def _warn_of_truncation(pair: AnyPair, texts: Sequence[str]) -> None:

@@ -29,7 +29,8 @@ def runs() -> dict[str, pathlib.Path]:
 def find_run(name: str) -> pathlib.Path:
   """Return the gin file of a run, or raise InputError if there is no run with that name."""
   if name not in (found := runs()):
-    raise InputError(f"There is no run {name!r}; there are {', '.join(found)}.")
+    where = "" if os.path.isdir("experiments") else "; studies need a clone as the current folder"
+    raise InputError(f"There is no run {name!r}; there are {', '.join(found)}{where}.")
   return found[name]
 
 

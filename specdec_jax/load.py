@@ -357,6 +357,8 @@ def _with_vocabulary(role: str, checkpoint: Checkpoint, vocabulary: Vocabulary) 
   where, advice = f"The {role} in {checkpoint.path}", "target, draft and vocabulary must agree"
   if role == "draft":
     advice += ", unless the draft has a vocabulary of its own (--draft other_vocabulary)"
+    if vocabulary.path.startswith(str(EMBEDDED)):
+      advice += "; without --target, the target is the bundled one"
   config = checkpoint.config
   size, rows = len(vocabulary), config.vocab_size
   if size < rows <= padded_size(size + size // 50):  # tables may have some more rows

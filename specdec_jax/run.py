@@ -37,6 +37,8 @@ usage: specdec NAME [flags], or python -m specdec_jax.run --gin_file=FILE [flags
 """
 _CHECKPOINTS = "gin/models/checkpoints.gin"  # parsed if a flag sets one of its macros, below
 _CHECKPOINT_MACROS = ("TARGET", "VOCABULARY", "EXTRA_IDS", "DTYPE")
+_INVALID = ImportError, NameError, SyntaxError, ValueError, tokenize.TokenError  # of gin
+_RUN = "", "specdec_jax.run.run"  # key of gin's configuration, which has a scope
 _NAMES = {"draft": registry.DRAFTS, "verifier": registry.VERIFIERS}
 _IMPORTS = (  # of the bindings of named drafts and verifiers
   "from __gin__ import dynamic_registration",
@@ -77,6 +79,8 @@ def main(argv: Sequence[str]) -> int:
       enable_compile_cache(values.jax_compilation_cache_dir)
       parse_files(files, values.gin_search_paths)
       parse_bindings([*values.gin_bindings, *to_bindings(arguments)])
+      if _RUN not in gin.config._CONFIG:
+        raise InputError(f"No run is in {', '.join(files)}; give one too, as gin/runs/speedup.gin.")
       gin.get_configurable(run)()
     sys.stdout.flush()
     return 0
@@ -275,8 +279,11 @@ def parse_files(files: Sequence[str], search_paths: Sequence[str] = ()) -> None:
   del gin.config._FILE_READERS[1:]  # they would search Python packages, and import these
   for folder in (*search_paths, str(gin_files.HOME)):
     gin.add_config_file_search_path(folder)
-  for file in files:
-    gin.parse_config_file(file)
+  try:
+    for file in files:
+      gin.parse_config_file(file)
+  except _INVALID as error:
+    raise InputError(str(error)) from error
 
 
 def parse_bindings(bindings: Sequence[str]) -> None:
@@ -306,7 +313,7 @@ def parse_bindings(bindings: Sequence[str]) -> None:
     if missing := used - {*macros()}:
       raise InputError(f"The gin files need values of {_as_flags(missing)}; give these flags.")
     gin.finalize()
-  except (ValueError, SyntaxError, NameError, tokenize.TokenError) as error:
+  except _INVALID as error:
     raise InputError(str(error)) from error
 
 
@@ -316,7 +323,7 @@ def _parameters() -> dict[str, tuple[str, inspect.Parameter]]:
   These are the parameters of the run's function, and the fields of its `generation`, except for
   those whose macro another binding uses, or of which the function takes several values.
   """
-  experiment = gin.get_bindings(run, resolve_references=False).get("experiment")
+  experiment = gin.config._CONFIG.get(_RUN, {}).get("experiment")
   if not isinstance(experiment, gin.config.ConfigurableReference):
     return {}
   selector = experiment.scoped_selector

@@ -145,7 +145,27 @@ def test_auto_chooses_the_fastest_and_logs_why(monkeypatch, caplog):
   for how in (dict(gamma="auto"), dict(tree="auto")):
     (output,) = own_pair().generate(TEXTS[:1], **how, **SHORT)
     assert output.rounds.draft_tokens.shape[-1] == tree.num_draft_tokens
-  assert len(caplog.messages) == 2 and caplog.messages[0].endswith("; so.")
+  assert sum(message.endswith("; so.") for message in caplog.messages) == 2
+
+
+@pytest.mark.parametrize("how", [dict(gamma=3), dict(gamma=2, num_beams=2)], ids=str)
+def test_compilation_is_logged_once(caplog, how):
+  caplog.set_level("INFO", "specdec_jax")
+  pair = own_pair()
+  for _ in range(2):
+    pair.generate(TEXTS[:1], max_new_tokens=150, **how)  # no other test has programs of this size
+  (message,) = caplog.messages
+  assert message.startswith("Compiling for a batch of 1 with ") and "max_new_tokens 256" in message
+
+
+def test_calibration_is_logged_before_it_begins(caplog, monkeypatch):
+  def begin(pair, texts, settings):
+    raise InputError(caplog.text)
+
+  monkeypatch.setattr(calibrate, "_Calibrator", begin)
+  caplog.set_level("INFO", "specdec_jax")
+  with pytest.raises(InputError, match="Calibrating gamma"):
+    own_pair().generate(TEXTS[:1], gamma="auto", **SHORT)
 
 
 @pytest.mark.slow

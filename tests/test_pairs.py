@@ -114,6 +114,9 @@ def test_models_with_another_vocabulary_raise(role):
     load(**{role: "small"})
   for words in (f"The {role} in ", "small", "60 tokens", "has 72", "must agree"):
     assert words in str(caught.value)
+  assert "bundled" not in str(caught.value)
+  with pytest.raises(InputError, match="without --target, the target is the bundled one[.]$"):
+    load_pair(draft=str(tiny_pair.folder() / "small"))
 
 
 @pytest.mark.parametrize("role", ["target", "draft", "vocabulary"])

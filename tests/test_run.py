@@ -95,6 +95,9 @@ def folder(tmp_path, monkeypatch, modules):
   (tmp_path / "experiments" / "tiny").mkdir(parents=True)
   (tmp_path / "work.gin").write_text(GIN)
   (tmp_path / "experiments" / "tiny" / "study.gin").write_text(STUDY)
+  (tmp_path / "t5x.gin").write_text("import nosuch_t5x\n")
+  (tmp_path / "name.gin").write_text(f"{HEADER}tiny_work.work.gamma = @load.load_pair()\n")
+  (tmp_path / "value.gin").write_text("NAMES = (a b\n")
   monkeypatch.chdir(tmp_path)
   monkeypatch.setattr(run, "enable_compile_cache", lambda directory: None)
   return tmp_path
@@ -267,6 +270,10 @@ def test_help_of_a_run_has_its_comment_and_its_settings(folder, capsys):
     (["tranlsate"], ["There is no run 'tranlsate'; there are quickstart, ", ", translate, "]),
     (["--gin_file=nosuch.gin"], ["Unable to open file: nosuch.gin."]),
     (["--gin_file"], ["gin_file"]),
+    (["--gin_file=gin/models/t5_1_1.gin"], ["No run is in gin/models/t5_1_1.gin; give one too"]),
+    (["study", "--gin_file=t5x.gin"], ["No module named 'nosuch_t5x'", "t5x.gin", "line 1"]),
+    (["study", "--gin_file=name.gin"], ["'load' was not provided by an import", "name.gin"]),
+    (["study", "--gin_file=value.gin"], ["value.gin, line 1"]),
     (["--gin_file=work.gin"], ["OUTPUT_DIR", "%gin.REQUIRED"]),
     (
       ["--gin_file=work.gin", OUT, "--gama", "3"],
@@ -361,11 +368,14 @@ def test_compilation_cache_that_cannot_be_created_is_a_warning(tmp_path, monkeyp
   assert capsys.readouterr().err.startswith("warning: compiled programs are not cached")
 
 
-def test_find_run_prefers_the_package(folder):
+def test_find_run_prefers_the_package(folder, monkeypatch):
   (folder / "experiments" / "tiny" / "check.gin").write_text(STUDY)
   assert gin_files.find_run("check") == ROOT / "gin" / "runs" / "check.gin"
-  with pytest.raises(InputError, match="There is no run 'work'"):
+  with pytest.raises(InputError, match="There is no run 'work'.*study[.]$"):
     gin_files.find_run("work")
+  monkeypatch.chdir(folder / "experiments")
+  with pytest.raises(InputError, match="no run 'study'.*; studies need a clone as the current"):
+    gin_files.find_run("study")
 
 
 def test_metadata_excludes_older_flax_on_newer_python():

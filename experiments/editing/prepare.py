@@ -17,6 +17,7 @@ import random
 import re
 from collections.abc import Callable
 
+from experiments.lib import script
 from specdec_jax.core.atomic_files import atomic_write
 from specdec_jax.data.text import read_lines
 
@@ -239,4 +240,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-  main()
+  script.run(main)

@@ -20,6 +20,7 @@ from matplotlib import colormaps, rc_context
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch, Rectangle
 
+from experiments.lib import script
 from experiments.lib.records import sampling_text
 from experiments.paper.paper import PaperRow, load_table
 from specdec_jax import theory
@@ -507,4 +508,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-  main()
+  script.run(main)

@@ -23,6 +23,7 @@ from typing import Any
 import numpy as np
 
 import specdec_jax
+from experiments.lib import script
 from experiments.lib.records import measured_on
 from experiments.peers.huggingface import load_model
 from specdec_jax.checkpoints.load import open_checkpoint
@@ -210,4 +211,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-  main()
+  script.run(main)

@@ -26,6 +26,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
+from experiments.lib import script
 from specdec_jax.measure.tables import Table
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
@@ -469,4 +470,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-  main()
+  script.run(main)

@@ -35,6 +35,7 @@ from experiments.gpu.kernels import (
   kernels,
   num_bytes,
 )
+from experiments.lib import script
 from experiments.lib.formats import render
 from experiments.lib.records import lines
 from experiments.paper.paper import load_table
@@ -497,4 +498,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-  main()
+  script.run(main)

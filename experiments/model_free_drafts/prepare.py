@@ -14,6 +14,7 @@ import json
 import pathlib
 import re
 
+from experiments.lib import script
 from specdec_jax.core.atomic_files import atomic_write
 from specdec_jax.data.text import read_lines
 
@@ -76,4 +77,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-  main()
+  script.run(main)

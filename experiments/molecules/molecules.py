@@ -18,6 +18,7 @@ from typing import Any
 from safetensors.numpy import save_file
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, processors
 
+from experiments.lib import script
 from specdec_jax.commands.train import train_speculator
 from specdec_jax.contrib.prompt_lookup_or_ngrams import prompt_lookup_or_ngrams
 from specdec_jax.contrib.retrieval import retrieval
@@ -210,4 +211,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-  main()
+  script.run(main)

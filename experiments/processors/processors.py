@@ -25,6 +25,7 @@ import numpy as np
 from jax import lax
 
 import specdec_jax
+from experiments.lib import script
 from experiments.lib.records import measured_on
 from specdec_jax.core.decode import Decoder
 from specdec_jax.core.generation_config import GenerationConfig
@@ -244,4 +245,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-  main()
+  script.run(main)

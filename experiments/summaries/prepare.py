@@ -16,6 +16,7 @@ import random
 import re
 from collections.abc import Iterator, Sequence
 
+from experiments.lib import script
 from specdec_jax.core.atomic_files import atomic_write
 from specdec_jax.data.text import read_lines
 
@@ -140,4 +141,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-  main()
+  script.run(main)

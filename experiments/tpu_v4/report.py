@@ -17,6 +17,7 @@ import time
 from typing import Any, get_args
 
 from experiments.gpu import kernels
+from experiments.lib import script
 from experiments.lib.formats import render
 from experiments.tpu_v4 import compile as tpu_compile
 from experiments.tpu_v4 import examine
@@ -197,4 +198,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-  main()
+  script.run(main)

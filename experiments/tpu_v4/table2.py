@@ -16,6 +16,7 @@ from typing import Any
 
 import jax.numpy as jnp
 
+from experiments.lib import script
 from experiments.lib.formats import render
 from experiments.paper.paper import PaperRow, load_table
 from experiments.tpu_v4 import compile as tpu_compile
@@ -163,4 +164,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-  main()
+  script.run(main)

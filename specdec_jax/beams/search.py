@@ -15,6 +15,7 @@ Axis letters are those of `beams`.
 
 import dataclasses
 import functools
+import logging
 import math
 from typing import Any, Literal, NamedTuple
 
@@ -297,6 +298,7 @@ class BeamSearcher(Settings):
     # One round needs logits of the target at every node.
     logits = jax.ShapeDtypeStruct((batch, num_nodes, self.target.vocab_size), jnp.float32)
     require_memory(what, (params, state, logits))
+    logging.getLogger("specdec_jax").info("Compiling for %s; this takes seconds.", what)
     return state
 
   def result(self, state: BeamSearchState) -> BeamResult:

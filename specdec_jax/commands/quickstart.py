@@ -31,17 +31,12 @@ def quickstart(
   repeats: int = 5,
   report_examples: int = 4,
 ) -> None:
-  """Decode sentences, print the speedup of one setting, then measure all settings (`speedup`).
+  """Decode sentences, print the speedup of one setting, then measure all settings with `speedup`.
 
   Args:
-    output_dir: folder for `results.jsonl` and `report.html`.
-    gammas: numbers of draft tokens per round to measure. The middle one is used for the outputs
-      that are printed.
-    temperatures: sampling temperatures to measure; 0 is argmax.
+    gammas: see `speedup`, as for the other arguments. The outputs that are printed have the middle
+      gamma and temperature 0.
     show_rounds: number of sentences whose rounds are printed.
-    max_new_tokens: limit for each output.
-    repeats: number of timed decodes of each text by the baseline and each gamma, in turn.
-    report_examples: number of sentences whose rounds are in the report, at each temperature.
 
   Raises:
     InputError: there are no sentences or gammas, or a gamma is less than 1.

@@ -11,6 +11,7 @@ Axis letters are those of `core.types`.
 import dataclasses
 import functools
 import itertools
+import logging
 from typing import Any, NamedTuple
 
 import jax
@@ -282,6 +283,7 @@ class Decoder(Settings):
     draft_tokens = f"gamma {tree.depth}" if tree.is_chain else f"a tree of {tree.num_nodes} nodes"
     what = f"a batch of {batch} with max_new_tokens {max_new_tokens} and {draft_tokens}"
     require_memory(what, (params, state, logits))
+    logging.getLogger("specdec_jax").info("Compiling for %s; this takes seconds.", what)
     return state
 
   def result(self, state: DecodeState) -> DecodeResult:

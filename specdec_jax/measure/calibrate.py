@@ -16,6 +16,7 @@ import datetime
 import functools
 import hashlib
 import json
+import logging
 import pathlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -250,6 +251,7 @@ def calibrate(
   pair.require_batch_size(settings.batch_size)
   if not texts:
     raise InputError("There is nothing to find a gamma for: no texts.")
+  logging.getLogger("specdec_jax").info("Calibrating gamma: programs are compiled and timed.")
   return _Calibrator(pair, texts, settings).choose(branching)
 
 

@@ -300,6 +300,15 @@ def test_unknown_topology_raises(topology):
     described(topology)
 
 
+def test_invalid_arguments_of_a_script_are_one_line():
+  words = "-m experiments.tpu_v4.report --topology v4:1".split()
+  root = pathlib.Path(__file__).parents[2]
+  result = subprocess.run([sys.executable, *words], cwd=root, capture_output=True, text=True)
+  assert (result.returncode, result.stdout) == (2, "")
+  assert result.stderr.startswith("error: There is no topology 'v4:1'; give a chip")
+  assert result.stderr.count("\n") == 1
+
+
 def test_table_of_pairs_has_the_numbers_of_a_report(tmp_path):
   from experiments.tpu_v4.examine import compiled_pairs_table
 
