@@ -357,7 +357,7 @@ def _with_vocabulary(role: str, checkpoint: Checkpoint, vocabulary: Vocabulary) 
   where, advice = f"The {role} in {checkpoint.path}", "target, draft and vocabulary must agree"
   if role == "draft":
     advice += ", unless the draft has a vocabulary of its own (--draft other_vocabulary)"
-    if vocabulary.path.startswith(str(EMBEDDED)):
+    if vocabulary.path.startswith(str(BUNDLED)):
       advice += "; without --target, the target is the bundled one"
   config = checkpoint.config
   size, rows = len(vocabulary), config.vocab_size
