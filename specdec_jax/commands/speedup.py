@@ -14,7 +14,7 @@ from specdec_jax.measure.report import report
 from specdec_jax.measure.rounds import Example
 from specdec_jax.measure.speed import Baseline, own_baseline, speed_steps
 from specdec_jax.measure.sweep import sweep
-from specdec_jax.measure.tables import BUDGET, ROOFLINE, Table, records_table, speed_table
+from specdec_jax.measure.tables import BUDGET, ROOFLINE, Table, no_alpha, records_table, speed_table
 from specdec_jax.pair import Pair
 
 
@@ -69,7 +69,7 @@ def speedup(
   resolved = resolve_gammas(gammas, pair, texts, settings)
 
   def tables(measured: list[Record]) -> list[Table]:
-    speeds = speed_table(measured)
+    speeds = speed_table(measured, no_alpha(measured))
     return [
       speeds,
       *(records_table(speeds.title, measured, columns) for columns in (BUDGET, ROOFLINE)),
