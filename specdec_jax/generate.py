@@ -27,7 +27,6 @@ from specdec_jax.core.decode import Decoder, DecodeSettings, num_positions
 from specdec_jax.core.generation_config import DEFAULT_NEW_TOKENS, SETTINGS, GenerationConfig
 from specdec_jax.core.processors import ForcedPrefix, Processors
 from specdec_jax.core.rounds import Round, read_rounds, round_text
-from specdec_jax.core.sampling import key_of
 from specdec_jax.core.settings import HashableArray
 from specdec_jax.core.trees import AnyTree, DynamicTree, Tree, given_tree
 from specdec_jax.core.types import AnyArray, AnyPair, DecodeResult, Rounds
@@ -290,9 +289,7 @@ def generation_config(
   A setting that is None in `settings` has its default value, whatever the checkpoint sets.
   """
   if unknown := settings.keys() - {*SETTINGS}:
-    start = "decoder_start_token_id" in unknown
-    advice = " The start token is that of generation_config.json or config.json." if start else ""
-    raise TypeError(f"There is no argument {', '.join(sorted(unknown))}.{advice}")
+    raise TypeError(f"There is no argument {', '.join(sorted(unknown))}.")
   if task is None:
     of_task = {}
   else:
@@ -336,8 +333,7 @@ def _forced_tokens(
     rows = [row[1:] if row[:1] == [start] else row for row in rows]
   if len(rows) != count:
     raise InputError(f"There are {count} texts and {len(rows)} decoder prefixes; give one each.")
-  for i, row in enumerate(rows):
-    require_tokens(f"decoder_input_ids[{i}]", row, pair.target.model.vocab_size)
+  require_tokens("decoder_input_ids", filter(None, rows), pair.target.model.vocab_size)
   return rows
 
 
@@ -602,9 +598,7 @@ class GenerateCall:
   @property
   def stops(self) -> tuple[str, ...]:
     """Strings that end a text; none has U+FFFD, which stands for bytes that are no character."""
-    stops = self.config.stop_strings or ()
-    stops = (stops,) if isinstance(stops, str) else stops
-    return tuple(stop for stop in stops if "\ufffd" not in stop)
+    return tuple(stop for stop in self.config.stops if "\ufffd" not in stop)
 
 
 def chosen_tree(
@@ -641,7 +635,7 @@ def sample_keys(seed: int, index: Sequence[int], count: int) -> Array:
   def fold_in(key: Array, numbers: Array) -> Array:
     return jax.vmap(lambda number: jax.random.fold_in(key, number))(numbers)
 
-  keys = fold_in(key_of(seed), jnp.asarray(index, jnp.int32))
+  keys = fold_in(jax.random.key(np.uint32(seed % 2**32)), jnp.asarray(index, jnp.int32))
   if count == 1:
     return keys
   others = jax.vmap(lambda key: fold_in(key, jnp.arange(count)))
@@ -700,10 +694,7 @@ def _as_list(name: str, texts: Iterable[Any] | None) -> Sequence[Any]:
   return texts if isinstance(texts, Sequence) else [*(texts or ())]
 
 
-def _require_texts(
-  texts: Sequence[str | None], first: int = 0, name: str = "texts"
-) -> Sequence[Any]:
-  """Return texts, or raise InputError for one that cannot be decoded; None is an empty source."""
+def _require_texts(texts: Sequence[Any], first: int = 0, name: str = "texts") -> Sequence[Any]:
   for place, text in enumerate(texts, first):
     if text is not None or name != "texts":
       require_text(f"{name}[{place}]", text)

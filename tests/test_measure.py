@@ -469,7 +469,9 @@ def test_interleaved_calls_alternate_and_return_their_last_results():
 def results(tmp_path_factory):
   """Return the file of a greedy run with a random draft."""
   path = records.results_path(tmp_path_factory.mktemp("measure"))
-  measure_it(path, references=tiny_pair.SENTENCES[: len(TEXTS)], repeats=2)
+  with pytest.MonkeyPatch.context() as patch:  # parts of a round are too short to be timed
+    tiny.know_costs(patch)
+    measure_it(path, references=tiny_pair.SENTENCES[: len(TEXTS)], repeats=2)
   return path
 
 
@@ -501,7 +503,7 @@ PREDICTIONS = {"predicted_theorem8", "predicted_measured_cost", "predicted_finit
 def test_record_has_every_field(results):
   (record,) = records.read(results)
   allowed = {"beta_lag1"}  # if beta never varies
-  assert not_measured(record) - allowed in (set(), PREDICTIONS)  # if the costs are noise
+  assert not_measured(record) <= allowed
   assert record.times.speedup_low <= record.times.speedup <= record.times.speedup_high
   models, settings = record.models, record.settings
   assert (settings.task, models.target, models.draft) == ("tiny", "target", "random")
@@ -556,8 +558,6 @@ def test_numbers_of_a_record_are_consistent(results):
   assert 0 <= outputs.alpha_low <= outputs.alpha <= outputs.alpha_high <= 1
   assert 0 <= outputs.acceptance_rate <= 1
   assert 0 < outputs.rounds <= outputs.num_tokens <= LIMIT * len(TEXTS)
-  # Times of a step and a round are differences, which noise may make negative for such small
-  # models.
   assert times.target_prefill_ms > 0
   parts = gamma * times.draft_step_ms + times.verify_ms + times.accept_ms + times.unaccounted_ms
   assert times.round_ms == pytest.approx(parts)
@@ -656,7 +656,8 @@ def test_noisy_costs_give_no_prediction(tmp_path, quick):
   with pytest.MonkeyPatch.context() as patch:
     patch.setattr(speeds, "round_calls", lambda *args: noisy)
     (record,) = measure_it(records.results_path(tmp_path))
-  assert record.times.c < 0 and PREDICTIONS <= not_measured(record)
+  missing = {"c", "draft_step_ms", "verify_cost", "unaccounted_ms"} | PREDICTIONS
+  assert missing <= not_measured(record)
   assert record.times.speedup > 0 and record.outputs.alpha is not None
 
 

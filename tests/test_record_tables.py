@@ -3,7 +3,17 @@
 import pytest
 from test_records import RECORD as SETTING
 
-from specdec_jax.measure.tables import SPEED, Table, legend, speed_table, terminal_text
+from specdec_jax.measure.tables import (
+  BUDGET,
+  ROOFLINE,
+  SPEED,
+  Table,
+  legend,
+  no_alpha,
+  records_table,
+  speed_table,
+  terminal_text,
+)
 
 TABLE = Table(
   "A title",
@@ -100,6 +110,24 @@ def test_noisy_costs_are_reported_where_there_is_no_prediction():
   (note,) = speed_table([noisy, OTHER]).notes
   assert "too noisy" in note and "(gamma 5)" in note
   assert not speed_table([RECORD]).notes
+
+
+def test_times_that_are_too_short_to_measure_are_missing_with_a_note():
+  times = "target_step_ms", "draft_step_ms", "verify_ms", "c", "verify_cost", "predicted_theorem8"
+  times += "predicted_measured_cost", "predicted_finite_length", "unaccounted_ms"
+  short = RECORD.replace(target_prefill_ms=1.0, **dict.fromkeys(times))
+  (note,) = speed_table([short]).notes
+  assert "too noisy" in note and "(gamma 5)" in note
+  for columns in (SPEED, BUDGET, ROOFLINE):
+    cells = records_table("", [short], columns).rows[0]
+    assert "-" in cells and not any(cell.startswith("-") and cell != "-" for cell in cells)
+
+
+def test_records_without_alpha_have_a_note_with_their_acceptance_rate():
+  stateful = RECORD.replace(alpha=None, alpha_low=None, alpha_high=None, acceptance_rate=0.62)
+  (note,) = no_alpha([stateful, RECORD])
+  assert note.startswith("No alpha or Theorem 8") and note.endswith("62% (gamma 5).")
+  assert not no_alpha([RECORD])
 
 
 @pytest.mark.parametrize("repeats, is_noted", [(1, True), (2, True), (3, False), (None, False)])

@@ -17,13 +17,21 @@ from specdec_jax.load import BUNDLED
 TEXTS = ["Zwei Männer hören 日本 \U0001f642.", "Ein Mädchen – fünf €, ein Euro"]
 
 
-def stopped(vocabulary: Vocabulary, ids: list[int], stops: str | list[str]) -> tuple[str, int]:
-  """Return the text and the number of tokens of an output that stop strings cut."""
+def call_and_result(
+  vocabulary: Vocabulary, ids: list[int], stops: str | list[str]
+) -> tuple[GenerateCall, DecodeResult]:
+  """Return a call with stop strings, and the result of decoding one text to these tokens."""
   count = np.array([[len(ids)]])
   rounds = Rounds(count[..., None], count, count, count)
   result = DecodeResult(np.array([ids]), count[0], rounds, 1, np.array([-1]), None)
   pair = types.SimpleNamespace(vocabulary=vocabulary, proposed_tree=lambda sampling, tree: tree)
-  output = GenerateCall(pair, GenerationConfig(stop_strings=stops), chain(0)).output(result, 0)
+  return GenerateCall(pair, GenerationConfig(stop_strings=stops), chain(0)), result
+
+
+def stopped(vocabulary: Vocabulary, ids: list[int], stops: str | list[str]) -> tuple[str, int]:
+  """Return the text and the number of tokens of an output that stop strings cut."""
+  call, result = call_and_result(vocabulary, ids, stops)
+  output = call.output(result, 0)
   return output.text, len(output.tokens)
 
 
@@ -91,6 +99,22 @@ def test_first_word_begins_with_a_space(stops, want):
   ids = vocabulary.encode_target("Ein Mann in der")
   assert vocabulary.pieces(ids) == [" Ein", " Mann", " in", " der"]
   assert stopped(vocabulary, ids, stops) == want
+
+
+@pytest.mark.parametrize(
+  "stop, count, text", [(" Ein", 1, ""), ("n M", 2, "Ei"), (" der", 4, "Ein Mann in")]
+)
+def test_server_sends_the_text_before_a_stop_string(stop, count, text):
+  pytest.importorskip("starlette")
+  from specdec_jax.serve.completion import Choice
+
+  vocabulary = open_vocabulary(str(BUNDLED / "vocabulary.model"))
+  ids = vocabulary.encode_target("Ein Mann in der")
+  choice = Choice(call_and_result(vocabulary, ids, stop)[0], 0)
+  for i in range(1, count + 1):  # the space before the first word may begin a stop string
+    choice.update(call_and_result(vocabulary, ids[:i], stop)[1], done=False)
+    assert "Ein Mann in".startswith(choice.text)
+  assert choice.ended and choice.text == text
 
 
 def test_byte_that_is_no_character_matches_no_stop_string(tmp_path):

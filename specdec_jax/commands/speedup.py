@@ -14,7 +14,7 @@ from specdec_jax.measure.records import Record, read, results_path
 from specdec_jax.measure.report import best_results, report
 from specdec_jax.measure.speed import Baseline, own_baseline, speed_steps
 from specdec_jax.measure.sweep import sweep
-from specdec_jax.measure.tables import speed_table
+from specdec_jax.measure.tables import no_alpha, speed_table
 from specdec_jax.pair import Pair
 
 
@@ -75,7 +75,7 @@ def speedup(
     return report(read(results), [*examples], title)
 
   steps = speed_steps(pair, texts, settings, resolved, repeats, baseline(pair), references, metric)
-  measured = sweep(output_dir, steps, lambda measured: [speed_table(measured)], page)
+  measured = sweep(output_dir, steps, lambda x: [speed_table(x, no_alpha(x))], page)
   print("", *best_results(measured), sep="\n")
 
 

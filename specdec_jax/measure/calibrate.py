@@ -287,6 +287,7 @@ class _Calibrator:
     )
     chosen = choose(alpha, dict(zip(GAMMAS, costs)), lengths)
     is_sure = chosen.c[chosen.gamma] > 0 and chosen.speedups[chosen.gamma] >= SURE_GAIN
+    is_sure &= all(cost.are_measured for cost in costs)
     if chosen.gamma and not is_sure:
       tried = self.trial(chain(chosen.gamma), chain(0))
       chosen = chosen._replace(gamma=chosen.gamma if tried >= LEAST_GAIN else 0, tried=tried)

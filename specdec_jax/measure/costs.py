@@ -90,6 +90,11 @@ class Costs(NamedTuple):
     return (self.verify + self.accept) / self.target_step
 
   @property
+  def are_measured(self) -> bool:
+    """Whether no part of a round is too short to be timed, so that c and v mean something."""
+    return self.target_step > 0 and self.draft_step >= 0 and self.verify + self.accept > 0
+
+  @property
   def prefill_steps(self) -> tuple[float, float]:
     """Prefill time of the target and that of the draft, in target steps."""
     return self.target_start / self.target_step, self.draft_start / self.target_step
@@ -205,7 +210,7 @@ def round_costs(starts: Starts, parts: Parts, depths: Sequence[int]) -> list[Cos
       verify=undrafted.seconds - accept.seconds,
       accept=accept.seconds,
       target_start=starts.target,
-      draft_start=starts.both - starts.target,
+      draft_start=max(0.0, starts.both - starts.target),  # noise may make it negative
     )
     for depth, undrafted, drafted, accept in zip(depths, *parts[1:])
   ]

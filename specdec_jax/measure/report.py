@@ -146,7 +146,8 @@ def page(
 
 
 def _table(records: Sequence[Record], columns: Sequence[Column]) -> Table:
-  return tables.settings_table(records, columns, tables.noise_notes(records), SETTINGS | DETAILS)
+  notes = [*tables.no_alpha(records), *tables.noise_notes(records)]
+  return tables.settings_table(records, columns, notes, SETTINGS | DETAILS)
 
 
 def _series(records: Sequence[Record]) -> Mapping[str, list[Record]]:

@@ -255,6 +255,7 @@ def _records(
     low, high = speed.spread(gamma)
     outputs, costs = speed.speculative[gamma], speed.costs[gamma]
     round_s = speed.round_s(gamma)
+    unaccounted_s = round_s - (gamma * costs.draft_step + costs.verify + costs.accept)
     read = step_bytes(pair, gamma, prompts[0], sampling, settings.max_new_tokens)
     yield dataclasses.replace(
       setting,
@@ -271,14 +272,14 @@ def _records(
       times=Times(
         target_prefill_ms=1e3 * costs.target_start,
         draft_prefill_ms=1e3 * costs.draft_start,
-        target_step_ms=1e3 * costs.target_step,
-        draft_step_ms=1e3 * costs.draft_step,
-        c=costs.c,
-        verify_ms=1e3 * costs.verify,
-        accept_ms=1e3 * costs.accept,
-        unaccounted_ms=1e3 * (round_s - (gamma * costs.draft_step + costs.verify + costs.accept)),
-        round_ms=1e3 * round_s,
-        verify_cost=costs.v,
+        target_step_ms=_ms(costs.target_step),
+        draft_step_ms=_ms(costs.draft_step),
+        c=costs.c if costs.are_measured else None,
+        verify_ms=_ms(costs.verify),
+        accept_ms=_ms(costs.accept),
+        unaccounted_ms=1e3 * unaccounted_s if costs.are_measured and round_s > 0 else None,
+        round_ms=_ms(round_s),
+        verify_cost=costs.v if costs.are_measured else None,
         draft_mb=1e-6 * sum(map(num_bytes, draft_arrays)),
         memory_gb_per_s=1e-9 * bandwidth,
         target_step_mb=1e-6 * read.target_step,
@@ -298,19 +299,24 @@ def _records(
     ).replace(**_predictions(drafts[gamma], setting, speed, alpha))
 
 
+def _ms(seconds: float) -> float | None:
+  """Return milliseconds; None for a part that is so short that noise makes its time negative."""
+  return 1e3 * seconds if seconds >= 0 else None
+
+
 def _predictions(
   draft: Draft, setting: Record, speed: Speed, alpha: float | None
 ) -> dict[str, float | None]:
   """Return the predicted speedups of a record, and None for times that mean nothing.
 
-  Without alpha, and for trees, the prediction uses the acceptance length of these rounds. If noise
-  makes a cost negative, there is no prediction.
+  Without alpha, and for trees, the prediction uses the acceptance length of these rounds. If a part
+  of a round is too short to be timed, there is no prediction.
   """
   gamma = setting.settings.gamma
   outputs, costs = speed.speculative[gamma], speed.costs[gamma]
   if draft.tree.verify_lengths:  # the costs apply only to rounds that propose all tokens
     return dict(c=None, draft_step_ms=None)
-  if setting.settings.baseline != "own" or costs.c < 0 or costs.v <= 0:
+  if setting.settings.baseline != "own" or not costs.are_measured:
     return {}
   if alpha is None or draft.tree != chain(gamma):
     length = num_tokens(outputs) / num_rounds(outputs)

@@ -210,7 +210,10 @@ def noise_notes(records: Sequence[Record]) -> list[str]:
   noisy = [
     f"{r.settings.gamma}"
     for r in records
-    if r.predicted is None and min(r.times.c or 0.0, r.times.verify_cost or 1.0) < 0
+    if r.predicted is None
+    and min(r.times.c or 0.0, r.times.verify_cost or 1.0) < 0
+    or r.times.target_prefill_ms is not None
+    and r.times.verify_cost is None  # not timed
   ]
   notes = []
   if any(r.times.speedup is not None and (r.settings.repeats or 3) < 3 for r in records):
@@ -219,6 +222,16 @@ def noise_notes(records: Sequence[Record]) -> list[str]:
     text = "No prediction: the measurement is too noisy, since a cost is negative (gamma {})."
     notes.append(text.format(", ".join(noisy)))
   return notes
+
+
+def no_alpha(records: Sequence[Record]) -> list[str]:
+  """Return a note with the shares of accepted draft tokens of records without alpha."""
+  without = [
+    r for r in records if r.outputs.alpha is None and r.outputs.acceptance_rate is not None
+  ]
+  rates = ", ".join(f"{r.outputs.acceptance_rate:.0%} (gamma {r.settings.gamma})" for r in without)
+  note = f"No alpha or Theorem 8 for this draft or verifier; draft tokens accepted: {rates}."
+  return [note] if without else []
 
 
 def _bandwidth(name: str, part: str, words: str) -> tuple[Column, Column]:

@@ -59,14 +59,16 @@ class Choice:
     self.output = output = self._call.output(require_finite(result), 0, done)
     has_stop = output.finish_reason == "stop_string"
     self.ended = done or has_stop
-    text, stops = output.text, self._call.stops
+    stops = self._call.stops
+    space = self._call.pair.vocabulary.space_before(output.tokens) if stops else ""
+    text = space + output.text
     if has_stop:
       text = text[: min(text.find(stop) for stop in stops if stop in text)]
     elif not done:  # the beginning of a stop string is held back
       starts = range(max(0, len(text) - max(map(len, stops), default=0)), len(text))
       found = (i for i in starts if any(stop.startswith(text[i:]) for stop in stops))
       text = text[: next(found, None)]
-    self.text = text
+    self.text = text[len(space) :]
 
   def take(self) -> dict[str, Any] | None:
     """Return the part that was not sent yet; None if there is none and the output goes on."""
