@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import jax
 from rich.console import Console
@@ -123,8 +124,8 @@ def check_exactness(
     changing = if_supported(DYNAMIC_TREE)
   else:
     changing = [DynamicTree(nodes - 1, depth) for nodes, depth in dynamic]
-  fixed = [*map(chain, gammas), *static]
-  shapes: list[AnyTree] = [*fixed, *changing]
+  chains = [*map(chain, gammas)]
+  shapes: list[AnyTree] = [*chains, *static, *changing]
   if not (texts and samplings and shapes and batch_sizes):
     raise InputError("There is nothing to check: no texts, samplings, draft tokens or batch sizes.")
   if not 0 < level < 1:
@@ -151,40 +152,81 @@ def check_exactness(
   check = Checker(
     pair, texts, shapes, max(batch_sizes), max_new_tokens, long_tokens, generation, fixed_width
   )
+  plan = _plan(check, samplings, chains, static, changing, batch_sizes)
+  _run(check, plan, left_out, num_tokens, num_draft_tokens, num_rounds, level, seed)
 
+
+class Plan(NamedTuple):
+  """Settings of the checks, in the order of the checks; `shapes` are those of the logits."""
+
+  alone: Sequence[Setting]  # rounds of the verifier on tables
+  with_draft: Sequence[Setting]  # rounds of the draft with the verifier on tables
+  shapes: Sequence[AnyTree]
+  rounds: Sequence[Setting]
+  outputs: Sequence[Setting]
+  samples: Sequence[Setting]
+
+
+def _plan(
+  check: Checker,
+  samplings: Sequence[Sampling],
+  chains: Sequence[AnyTree],
+  static: Sequence[AnyTree],
+  changing: Sequence[AnyTree],
+  batch_sizes: Sequence[int],
+) -> Plan:
+  """Return the settings to check; see `check_exactness`."""
+  fixed = [*chains, *static]
+  shapes = [*fixed, *changing]
   sampled = [sampling for sampling in samplings if sampling.temperature > 0]
   argmax = [sampling for sampling in samplings if sampling.temperature == 0]
   smaller = sorted({*batch_sizes} - {check.batch_size}, reverse=True)
   outputs = [Setting(sampling, tree, check.batch_size) for sampling in argmax for tree in shapes]
   outputs += [Setting(sampling, shapes[0], size) for sampling in argmax for size in smaller]
   if check.long_tokens:
-    long = shapes[len(gammas) - 1]
+    long = shapes[len(chains) - 1]
     outputs += [Setting(sampling, long, check.batch_size, True) for sampling in argmax]
   samples = [Setting(sampling, shapes[0], check.batch_size) for sampling in sampled]
   for sampling in sampled[:1]:
     samples += [Setting(sampling, tree, check.batch_size) for tree in (chain(0), *shapes[1:])]
     samples += [Setting(sampling, shapes[0], size) for size in smaller]
-  # The exact distributions in rounds are known only if draft tokens are verified one by one.
-  by_tokens = pair.verifier_name == TokenVerifier.__name__
   rounds: list[Setting] = []
-  if by_tokens and fixed:
+  if _scores_rounds(check.pair) and fixed:
     rounds = [Setting(sampling, fixed[0], 32) for sampling in sampled]
     rounds += [Setting(sampling, tree, 32) for sampling in sampled[:1] for tree in fixed[1:]]
     if check.long_tokens:
-      rounds += [Setting(sampling, fixed[len(gammas) - 1], 8, True) for sampling in sampled[:1]]
-  of_kinds: tuple[Sequence[AnyTree], ...] = (fixed[: len(gammas)], static, changing)
+      rounds += [Setting(sampling, fixed[len(chains) - 1], 8, True) for sampling in sampled[:1]]
+  of_kinds = chains, static, changing
   alone = _settings_alone(samplings, [kind for kind, of_kind in zip(ALONE, of_kinds) if of_kind])
   first_shapes = [of_kind[0] for of_kind in of_kinds if of_kind]
   with_draft = [Setting(sampling, shape) for sampling in sampled[:1] for shape in first_shapes]
+  return Plan(alone, with_draft, shapes, rounds, outputs, samples)
+
+
+def _scores_rounds(pair: Pair) -> bool:
+  """Whether the exact distributions in rounds are known: if tokens are verified one by one."""
+  return pair.verifier_name == TokenVerifier.__name__
+
+
+def _run(
+  check: Checker,
+  plan: Plan,
+  notes: Sequence[str],
+  num_tokens: int,
+  num_draft_tokens: int,
+  num_rounds: int,
+  level: float,
+  seed: int,
+) -> None:
+  """Run the checks of a plan, and print `notes` and a row for each; exit if one fails."""
   # A third of the level is for rounds on tables, a third for the six tests of all settings
   # together, and a third for tests of one setting.
-  table_level = level / 3 / max(1, len(alone) + len(with_draft))
+  table_level = level / 3 / max(1, len(plan.alone) + len(plan.with_draft))
   pooled_level = level / 3 / 6
-  setting_level = level / 3 / max(1, len(samples) + len(rounds))
-
+  setting_level = level / 3 / max(1, len(plan.samples) + len(plan.rounds))
   console = Console(markup=False, soft_wrap=True)
   passed: list[bool] = []
-  width = max(len(str(setting)) for setting in [*rounds, *outputs, *samples, ""])
+  width = max(len(str(x)) for x in [*plan.rounds, *plan.outputs, *plan.samples, ""])
 
   def show(result: str, check: str, setting: object, *cells: str) -> None:
     found, fault, details = cells
@@ -199,44 +241,46 @@ def check_exactness(
   if check.processors:
     names = dict.fromkeys(type(processor).__name__ for processor in check.processors)
     console.print(f"Logits processors: {', '.join(names)}.")
-  for note in left_out:
+  for note in notes:
     console.print(note)
   show("", "check", "setting", "found", "fault", "details")
   with Progress() as bar:
     of_tables: list[TableTest] = []
-    for setting in bar.track(alone, description="checking the verifier"):
+    for setting in bar.track(plan.alone, description="checking the verifier"):
       of_tables.append(check.verifier_alone(setting, seed))
       report(table_row(of_tables[-1], setting, table_level))
-    for setting in bar.track(with_draft if all(passed) else [], description="checking the draft"):
+    with_draft = plan.with_draft if all(passed) else []
+    for setting in bar.track(with_draft, description="checking the draft"):
       of_tables.append(check.draft(setting, seed, num_rounds))
       report(table_row(of_tables[-1], setting, table_level))
     if not all(passed):  # outputs of the pair would be wrong, too
-      shapes, rounds, outputs, samples = [], [], [], []
-    for tree in bar.track(shapes, description="checking logits"):
+      plan = plan._replace(shapes=[], rounds=[], outputs=[], samples=[])
+    for tree in bar.track(plan.shapes, description="checking logits"):
       report(check.logits(tree))
     scored: list[RoundScores] = []
-    for number, setting in enumerate(bar.track(rounds, description="checking rounds")):
-      is_first = setting.sampling == sampled[0] and setting.tree.is_chain and not setting.is_long
+    for number, setting in enumerate(bar.track(plan.rounds, description="checking rounds")):
+      is_first = setting.sampling == plan.rounds[0].sampling
+      is_first &= setting.tree.is_chain and not setting.is_long
       count = num_draft_tokens * (setting.tree.depth if is_first else 1)
       # Each setting has its own seed, so that all can be tested together.
       scored.append(check.rounds(setting, count, seed + 1 + number))
       report(rounds_row(scored[-1], setting, setting_level))
-    for row in pooled_rows(scored, pooled_level) if rounds else ():
+    for row in pooled_rows(scored, pooled_level) if scored else ():
       report(row)
-    for setting in bar.track(outputs, description="checking outputs"):
+    for setting in bar.track(plan.outputs, description="checking outputs"):
       report(check.outputs(setting))
     of_texts: list[TextScores] = []
-    for number, setting in enumerate(bar.track(samples, description="checking samples")):
-      of_texts.append(check.samples(setting, num_tokens, seed + 1 + len(rounds) + number))
+    for number, setting in enumerate(bar.track(plan.samples, description="checking samples")):
+      of_texts.append(check.samples(setting, num_tokens, seed + 1 + len(scored) + number))
       report(samples_row(of_texts[-1:], setting, setting_level))
     if of_texts:
       report(samples_row(of_texts, "all settings", pooled_level))
-  if samples and (changing or not rounds):
-    unscored = "dynamic trees" if by_tokens else pair.verifier_name
+  if plan.samples and (not scored or any(isinstance(x, DynamicTree) for x in plan.shapes)):
+    unscored = "dynamic trees" if _scores_rounds(check.pair) else check.pair.verifier_name
     console.print(f"For {unscored}, rounds were checked on tables only.")
   if errors := detectable_errors(of_tables, table_level, of_texts, pooled_level):
     console.print(errors)
-  where = f"{pair.dtype} on {jax.devices()[0].platform}"
+  where = f"{check.pair.dtype} on {jax.devices()[0].platform}"
   console.print(f"{sum(passed)} of {len(passed)} checks hold, in {where}.")
   if not all(passed):
     raise SystemExit(1)
