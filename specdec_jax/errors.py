@@ -44,13 +44,15 @@ def require_number(
   raise InputError(f"{name} is {shown(value)}; it must {bounds}{note}.")
 
 
-def require_tokens(name: str, tokens: Iterable[Any], vocab_size: int) -> None:
-  """Raise InputError unless all of the tokens are whole numbers below the size of a vocabulary."""
-  tokens = [*tokens]
-  if not all(isinstance(x, numbers.Integral) and 0 <= int(x) < vocab_size for x in tokens):
-    raise InputError(
-      f"{name} is {shown(tokens)}; its tokens must be whole numbers from 0 to {vocab_size - 1}."
-    )
+def require_tokens(name: str, sequences: Iterable[Iterable[Any]], vocab_size: int) -> None:
+  """Raise InputError unless each sequence has tokens, whole numbers from 0 to vocab_size - 1."""
+  for tokens in map(list, sequences):
+    valid = (isinstance(x, numbers.Integral) and 0 <= int(x) < vocab_size for x in tokens)
+    if not (tokens and all(valid)):
+      raise InputError(
+        f"{name} has the sequence {shown(tokens)}; each must have tokens, whole numbers from 0 to "
+        f"{vocab_size - 1}."
+      )
 
 
 def require_text(name: str, text: Any) -> None:

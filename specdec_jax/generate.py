@@ -26,7 +26,6 @@ from specdec_jax.core.counts import require_finite
 from specdec_jax.core.decode import Decoder, DecodeSettings, num_positions
 from specdec_jax.core.generation_config import DEFAULT_NEW_TOKENS, SETTINGS, GenerationConfig
 from specdec_jax.core.processors import ForcedPrefix, LogitsProcessor, Processors
-from specdec_jax.core.sampling import key_of
 from specdec_jax.core.settings import HashableArray
 from specdec_jax.core.trees import AnyTree, DynamicTree, Tree
 from specdec_jax.core.types import AnyArray, AnyPair, DecodeResult, Rounds
@@ -290,9 +289,7 @@ def generation_config(
   A setting that is None in `settings` has its default value, whatever the checkpoint sets.
   """
   if unknown := settings.keys() - {*SETTINGS}:
-    start = "decoder_start_token_id" in unknown
-    advice = " The start token is that of generation_config.json or config.json." if start else ""
-    raise TypeError(f"There is no argument {', '.join(sorted(unknown))}.{advice}")
+    raise TypeError(f"There is no argument {', '.join(sorted(unknown))}.")
   if task is None:
     of_task = {}
   else:
@@ -336,8 +333,7 @@ def _forced_tokens(
     rows = [row[1:] if row[:1] == [start] else row for row in rows]
   if len(rows) != count:
     raise InputError(f"There are {count} texts and {len(rows)} decoder prefixes; give one each.")
-  for i, row in enumerate(rows):
-    require_tokens(f"decoder_input_ids[{i}]", row, pair.target.model.vocab_size)
+  require_tokens("decoder_input_ids", filter(None, rows), pair.target.model.vocab_size)
   return rows
 
 
@@ -573,9 +569,10 @@ class GenerateCall:
     tokens = np.asarray(result.tokens[row, : result.lengths[row]])
     text = text_of(self.pair, tokens, is_complete)
     reason: FinishReason = "eos" if len(tokens) and tokens[-1] in self.eos_ids else "length"
-    space = self.pair.vocabulary.space_before(tokens) if self.stops else ""
+    stops = self.config.stops
+    space = self.pair.vocabulary.space_before(tokens) if stops else ""
     whole = space + text
-    ends = [whole.find(stop) + len(stop) for stop in self.stops if stop in whole]
+    ends = [whole.find(stop) + len(stop) for stop in stops if stop in whole]
     if ends:  # the output ends with the token that completes the first stop string
       texts = (text_of(self.pair, tokens[:i]) for i in range(1, len(tokens) + 1))
       end = whole[: min(ends)]
@@ -598,13 +595,6 @@ class GenerateCall:
   def _parents(self) -> Sequence[int]:
     tree = self.pair.proposed_tree(self.config.sampling(), self.tree)
     return () if isinstance(tree, DynamicTree) else tree.parents
-
-  @property
-  def stops(self) -> tuple[str, ...]:
-    """Strings that end a text; none has U+FFFD, which stands for bytes that are no character."""
-    stops = self.config.stop_strings or ()
-    stops = (stops,) if isinstance(stops, str) else stops
-    return tuple(stop for stop in stops if "\ufffd" not in stop)
 
 
 def chosen_tree(
@@ -641,7 +631,7 @@ def sample_keys(seed: int, index: Sequence[int], count: int) -> Array:
   def fold_in(key: Array, numbers: Array) -> Array:
     return jax.vmap(lambda number: jax.random.fold_in(key, number))(numbers)
 
-  keys = fold_in(key_of(seed), jnp.asarray(index, jnp.int32))
+  keys = fold_in(jax.random.key(np.uint32(seed % 2**32)), jnp.asarray(index, jnp.int32))
   if count == 1:
     return keys
   others = jax.vmap(lambda key: fold_in(key, jnp.arange(count)))
@@ -704,10 +694,7 @@ def _as_list(name: str, texts: Iterable[Any] | None) -> Sequence[Any]:
   return texts if isinstance(texts, Sequence) else [*(texts or ())]
 
 
-def _require_texts(
-  texts: Sequence[str | None], first: int = 0, name: str = "texts"
-) -> Sequence[Any]:
-  """Return texts, or raise InputError for one that cannot be decoded; None is an empty source."""
+def _require_texts(texts: Sequence[Any], first: int = 0, name: str = "texts") -> Sequence[Any]:
   if isinstance(texts, str):
     raise InputError(f"{name} is one string; give a list of strings.")
   for place, text in enumerate(texts, first):

@@ -220,12 +220,12 @@ def test_stream_and_stop_strings_with_a_text_that_changes():
     (dict(seed=1.5), "seed is 1.5"),
     (dict(batch_size=0), "batch_size is 0"),
     (dict(max_new_tokens=0), "max_new_tokens is 0"),
-    (dict(sequence_bias={(1, 2.5): 1.0}), r"a sequence of sequence_bias is \[1, 2.5\]"),
-    (dict(sequence_bias={(): 1.0}), "an empty sequence"),
+    (dict(sequence_bias={(1, 2.5): 1.0}), r"sequence_bias has the sequence \[1, 2.5\]"),
+    (dict(sequence_bias={(): 1.0}), r"sequence_bias has the sequence \[\]"),
     (dict(sequence_bias={(1,): math.inf}), "a bias of sequence_bias is inf"),
     (dict(sequence_bias={(1,): 1e300}), r"a bias of sequence_bias is 1e\+300"),
-    (dict(bad_words_ids=[[3.0]]), r"a sequence of bad_words_ids is \[3.0\]"),
-    (dict(suppress_tokens=[0.5]), r"a sequence of suppress_tokens is \[0.5\]"),
+    (dict(bad_words_ids=[[3.0]]), r"bad_words_ids has the sequence \[3.0\]"),
+    (dict(suppress_tokens=[0.5]), r"suppress_tokens has the sequence \[0.5\]"),
     (dict(repetition_penalty=1e-310), "repetition_penalty is 1e-310"),
     (dict(encoder_repetition_penalty=1e39), r"encoder_repetition_penalty is 1e\+39"),
     (dict(tree="Auto"), "tree is 'Auto'; give 'auto'"),
@@ -234,7 +234,7 @@ def test_stream_and_stop_strings_with_a_text_that_changes():
     (dict(texts=["a", None]), r"texts\[1\] is None; it must be a string"),
     (dict(texts=["a", math.nan]), r"texts\[1\] is nan"),
     (dict(decoder_texts=["a", "b", None]), r"decoder_texts\[2\] is None"),
-    (dict(decoder_input_ids=[[], [], [0, 2.5]]), r"decoder_input_ids\[2\] is \[2.5\]"),
+    (dict(decoder_input_ids=[[], [], [0, 2.5]]), r"decoder_input_ids has the sequence \[2.5\]"),
   ],
   ids=str,
 )
@@ -246,7 +246,7 @@ def test_invalid_arguments_raise(changes, words):
 def test_unknown_argument_raises():
   with pytest.raises(TypeError, match="sped"):
     own_pair().generate(TEXTS, sped=4)
-  with pytest.raises(TypeError, match="decoder_start_token_id. .* generation_config.json"):
+  with pytest.raises(TypeError, match="no argument decoder_start_token_id"):
     own_pair().generate(TEXTS, decoder_start_token_id=4)
 
 

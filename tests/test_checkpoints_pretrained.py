@@ -547,21 +547,12 @@ def test_files_that_are_no_json_objects_are_refused(t5_and_words, file, content)
     load_pair(str(folder))
 
 
-@pytest.mark.parametrize(
-  "fields",
-  [
-    {"added_tokens_decoder": []},
-    {"added_tokens_decoder": {"x": {"content": "a"}}},
-    {"added_tokens_decoder": {"3": "a"}},
-    {"additional_special_tokens": 3},
-    {"added_tokens_decoder": {str(2**31 - 1): {"content": "a"}}},
-  ],
-)
-def test_tokens_that_are_no_tokens_are_refused(t5_and_words, fields):
+def test_added_token_that_no_memory_would_hold_is_refused(t5_and_words):
   folder, words = t5_and_words
   shutil.copy(words.path, folder / "spiece.model")
-  change(folder, "tokenizer_config.json", **fields)
-  with pytest.raises(InputError, match="is damaged|has a token with the id 2147483647"):
+  tokens = {str(2**31 - 1): {"content": "a"}}
+  change(folder, "tokenizer_config.json", added_tokens_decoder=tokens)
+  with pytest.raises(InputError, match="has a token with the id 2147483647; ids lie below"):
     load_pair(str(folder))
 
 

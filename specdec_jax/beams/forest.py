@@ -7,6 +7,7 @@ most M of them.
 Axis letters are those of `beams`.
 """
 
+import functools
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
@@ -110,18 +111,10 @@ def pack_block(context: BeamContext, forest: Forest, depth: int, count: int) -> 
   positions = context.length[:, None] - 2 + ancestors.sum(axis=2, dtype=jnp.int32)
   entry_of_node = entries[..., None] == jnp.arange(num_cached + count)[None, None]  # [B, F, J]
   block_ancestors = gather(ancestors, nodes)  # [B, M, F]
-  text_slots = jnp.einsum(
-    "bnw,bwt->bnt",
-    block_ancestors[..., :num_beams],
-    context.visible,
-    preferred_element_type=jnp.int32,
-  )
-  ancestor_entries = jnp.einsum(
-    "bnk,bke->bne", block_ancestors, entry_of_node, preferred_element_type=jnp.int32
-  )
-  entry_positions = jnp.einsum(
-    "bk,bke->be", positions, entry_of_node, preferred_element_type=jnp.int32
-  )
+  einsum = functools.partial(jnp.einsum, preferred_element_type=jnp.int32)
+  text_slots = einsum("bnw,bwt->bnt", block_ancestors[..., :num_beams], context.visible)
+  ancestor_entries = einsum("bnk,bke->bne", block_ancestors, entry_of_node)
+  entry_positions = einsum("bk,bke->be", positions, entry_of_node)
   placed = PlacedNodes(
     positions=gather(positions, nodes),
     key_positions=write_block(context.key_positions, entry_positions, context.slot),

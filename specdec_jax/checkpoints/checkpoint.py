@@ -91,9 +91,8 @@ class Checkpoint:
     """Open the vocabulary of the model; the arguments are those of `load.load_pair`."""
     if path is None and self.folder is None:
       raise InputError("The target is a model in memory; give its vocabulary too.")
-    found = (
-      hub.resolve(os.fspath(path), hub.VOCABULARY) if path else find_vocabulary(self.folder or "")
-    )
+    name = os.fspath(path) if path else ""
+    found = hub.resolve(name, hub.VOCABULARY) if name else find_vocabulary(self.folder or "")
     if found is None:
       raise InputError(
         f"The target {self.path} has no vocabulary with it; expected tokenizer.json, spiece.model "

@@ -451,9 +451,7 @@ def _recorded(
   fields[0] = jnp.pad(proposal.tokens, ((0, 0), (0, missing)), constant_values=-1)
   record = jnp.concatenate(fields, axis=1).astype(state.rounds.dtype)
   if len(record) == 1:
-    return lax.dynamic_update_slice_in_dim(
-      state.rounds, record[:, None], state.num_rounds[0], axis=1
-    )
+    return lax.dynamic_update_slice_in_dim(state.rounds, record[:, None], state.num_rounds[0], 1)
   # The numbers of a row are on one axis: with two, a program for a TPU needs more memory.
   write = jax.vmap(lambda row, new, start: lax.dynamic_update_slice(row, new, (start,)))
   flat, starts = state.rounds.reshape(len(record), -1), state.num_rounds * record.shape[1]

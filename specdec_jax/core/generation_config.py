@@ -6,7 +6,6 @@ is given, its `task_specific_params`.
 """
 
 import dataclasses
-import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
@@ -29,7 +28,6 @@ from specdec_jax.errors import InputError, require_count, require_number, requir
 
 Tokens = Sequence[int]
 DEFAULT_NEW_TOKENS = 128
-_MAX_BIAS = 1e30  # logits with it are finite in float32
 PROCESSORS = (
   *("sequence_bias", "encoder_repetition_penalty", "repetition_penalty", "no_repeat_ngram_size"),
   *("encoder_no_repeat_ngram_size", "bad_words_ids", "min_length", "min_new_tokens"),
@@ -145,11 +143,16 @@ class GenerationConfig:
     for name in ("repetition_penalty", "encoder_repetition_penalty"):
       if getattr(self, name) is not None:  # neither it nor its inverse is 0 or infinite in float32
         require_number(name, getattr(self, name), 1e-30, 1e30)
-    stops = self.stop_strings or ()
-    for stop in (stops,) if isinstance(stops, str) else stops:
+    for stop in self.stops:
       if not (isinstance(stop, str) and stop):
         raise InputError(f"stop_strings has {shown(stop)}; each must be a string, not ''.")
     self.sampling()
+
+  @property
+  def stops(self) -> tuple[Any, ...]:
+    """Stop strings, without those with U+FFFD, which stands for bytes that are no character."""
+    stops = (self.stop_strings,) if isinstance(self.stop_strings, str) else self.stop_strings
+    return tuple(stop for stop in stops or () if "\ufffd" not in str(stop))
 
   def given(self) -> dict[str, Any]:
     """Return the settings that are not None."""
@@ -216,17 +219,17 @@ class GenerationConfig:
 
     `pad_id` is the token that pads sources; None for a decoder-only model.
     """
-    self._require_tokens("eos_token_id", [eos_ids], vocab_size)
+    require_tokens("eos_token_id", [eos_ids], vocab_size)
     eos = HashableArray(np.array(eos_ids, np.int32))
     found: list[LogitsProcessor] = []
     if self.sequence_bias:
       pairs = self.sequence_bias
       pairs = pairs.items() if isinstance(pairs, Mapping) else pairs
       biases = {tuple(tokens): float(bias) for tokens, bias in pairs}
-      self._require_tokens("sequence_bias", biases, vocab_size)
+      require_tokens("sequence_bias", biases, vocab_size)
       for bias in biases.values():
-        if bias != -math.inf:
-          require_number("a bias of sequence_bias", bias, -_MAX_BIAS, _MAX_BIAS)
+        if bias != -np.inf:
+          require_number("a bias of sequence_bias", bias, -1e30, 1e30)
       found.append(SequenceBias.of(biases))
     if self.encoder_repetition_penalty not in (None, 1):
       inverse = 1 / self.encoder_repetition_penalty
@@ -239,7 +242,7 @@ class GenerationConfig:
       size = int(self.encoder_no_repeat_ngram_size)
       found.append(NoRepeatNgram(size, of_prompt=True, pad_id=pad_id))
     if self.bad_words_ids:
-      self._require_tokens("bad_words_ids", self.bad_words_ids, vocab_size)
+      require_tokens("bad_words_ids", self.bad_words_ids, vocab_size)
       # A text may always end.
       words = [word for word in self.bad_words_ids if [*word] not in [[eos] for eos in eos_ids]]
       if words:
@@ -253,12 +256,12 @@ class GenerationConfig:
       for name, tokens in forced.items():
         if tokens is not None:
           ids = _token_ids("forced token", tokens)
-          self._require_tokens("forced token", [ids], vocab_size)
+          require_tokens("forced token", [ids], vocab_size)
           arrays[name] = HashableArray(np.array(ids, np.int32))
       found.append(ForcedTokens(**arrays))
     if self.suppress_tokens:
       tokens = [(token,) for token in self.suppress_tokens]
-      self._require_tokens("suppress_tokens", tokens, vocab_size)
+      require_tokens("suppress_tokens", tokens, vocab_size)
       found.append(SequenceBias.excluding(tokens))
     own: Any = () if self.logits_processor is None else self.logits_processor
     for processor in own if isinstance(own, list | tuple) else (own,):
@@ -267,13 +270,6 @@ class GenerationConfig:
     if self.renormalize_logits and (self.num_beams or 1) > 1:
       found.append(Renormalize())
     return tuple(found)
-
-  @staticmethod
-  def _require_tokens(name: str, sequences: Any, vocab_size: int) -> None:
-    for sequence in sequences:
-      require_tokens(f"a sequence of {name}", sequence, vocab_size)
-      if not len(sequence):
-        raise InputError(f"{name} has an empty sequence; each must have tokens.")
 
 
 def _token_ids(name: str, value: Any) -> tuple[int, ...]:

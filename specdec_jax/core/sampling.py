@@ -96,13 +96,8 @@ def split_keys(rng: Any, batch: int) -> Key[Array, " {batch}"]:
 
 def row_keys(seed: int, start: int | np.integer, count: int) -> Key[Array, " {count}"]:
   """Return the keys of texts `start` to `start + count - 1`, made from their indices and `seed`."""
-  key, rows = key_of(seed), jnp.arange(start, start + count)
-  return jax.vmap(lambda row: jax.random.fold_in(key, row))(rows)
-
-
-def key_of(seed: int) -> Key[Array, ""]:
-  """Return the key of a seed, which is the same with `jax_enable_x64`, also if it is negative."""
-  return jax.random.key(np.uint32(seed % 2**32))
+  key = jax.random.key(np.uint32(seed % 2**32))  # the same with `jax_enable_x64`
+  return jax.vmap(lambda row: jax.random.fold_in(key, row))(jnp.arange(start, start + count))
 
 
 def position_keys(rng: Keys, length: Int[Array, " B"], count: int) -> Key[Array, "B {count}"]:

@@ -255,11 +255,8 @@ def reach(parents: Int[Array, "B K"], depth: int) -> Bool[Array, "B K K"]:
   A root is its own parent. `depth` is the maximum distance between a node and an ancestor.
   """
   num_nodes = parents.shape[1]
-  near = jnp.minimum(
-    jax.nn.one_hot(parents, num_nodes, dtype=jnp.float32)
-    + np.eye(num_nodes, dtype=np.float32)[None],
-    1,
-  )
+  near = jax.nn.one_hot(parents, num_nodes, dtype=bool) | np.eye(num_nodes, dtype=bool)[None]
+  near = near.astype(jnp.float32)
   for _ in range(math.ceil(math.log2(max(1, depth)))):  # each pass doubles the distance
     near = jnp.minimum(near @ near, 1)
   return near > 0

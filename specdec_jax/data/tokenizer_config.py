@@ -65,17 +65,6 @@ class TokenizerConfig(NamedTuple):
 
 def read_tokenizer_config(folder: pathlib.Path) -> TokenizerConfig:
   """Return the settings in `folder`, which may have any of the files of transformers 4 and 5."""
-  try:
-    config = _tokenizer_config(folder)
-  except (AttributeError, KeyError, TypeError, ValueError) as error:
-    if isinstance(error, InputError):
-      raise
-    raise InputError(f"{folder / FILE} or a file next to it is damaged: {error!r}.") from error
-  require_ids(str(folder), config.added)
-  return config
-
-
-def _tokenizer_config(folder: pathlib.Path) -> TokenizerConfig:
   fields, model = (_read_fields(folder / name) for name in (FILE, "config.json"))
   if "added_tokens_decoder" not in fields:  # files of transformers before 4.34
     fields = fields | _read_fields(folder / "special_tokens_map.json")
@@ -88,6 +77,7 @@ def _tokenizer_config(folder: pathlib.Path) -> TokenizerConfig:
     ids, special = _read_fields(folder / "added_tokens.json"), {*named.values(), *extra}
     ids = dict(sorted(ids.items(), key=lambda item: item[1]))
     added = {i: AddedToken(token, special=token in special) for token, i in ids.items()}
+  require_ids(str(folder), added)
   kind = fields.get("tokenizer_class") or model.get("tokenizer_class")
   kind = (kind or _KINDS.get(model.get("model_type", ""), "")).removesuffix("Fast")
   return TokenizerConfig(kind, fields, named, added, extra)

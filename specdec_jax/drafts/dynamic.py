@@ -152,8 +152,8 @@ def grow(
   # `processed` are indices into the candidates. A candidate has a token, a score, a parent
   # candidate (-1 for the last committed token) and a position in the order of processing (0 if it
   # is not processed).
-  order = jnp.broadcast_to(jnp.arange(k, dtype=jnp.int32), (batch, k))
-  processed, num_before = order, 0
+  processed = order = jnp.broadcast_to(jnp.arange(k, dtype=jnp.int32), (batch, k))
+  num_before = 0
   chosen = jnp.zeros((batch, k), jnp.int32)
   candidates = [(tokens, scores, jnp.full_like(order, -1), (order + 1) * (tree.depth > 1))]
   for level in range(1, tree.depth):

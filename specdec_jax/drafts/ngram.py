@@ -128,10 +128,9 @@ class NgramDraft(Draft):
     keys = split_rows(rng, self.tree.depth)
 
     def step(last_token, key):
-      draft_token, q = sample_draft_token(
-        key, jnp.log(self._weights(params, last_token)), self.sampling
-      )
-      return draft_token, (draft_token, q)
+      logits = jnp.log(self._weights(params, last_token))
+      sample = sample_draft_token(key, logits, self.sampling)
+      return sample[0], sample
 
     _, samples = lax.scan(step, context.last_token, keys)
     return Proposal(*jax.tree.map(lambda x: x.swapaxes(0, 1), samples)), state

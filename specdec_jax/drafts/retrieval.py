@@ -283,9 +283,8 @@ def _most_frequent_nodes(trie: _Trie, tree: DynamicTree) -> Proposal:
   # A node is at most as frequent as its parent, and `top_k` takes the first of equal counts.
   # Therefore the parents of selected nodes are selected too.
   selected = jnp.sort(lax.top_k(by_level(trie.counts), tree.num_draft_tokens)[1], axis=1)  # [B, N]
-  parent_level = (
-    jnp.arange(-1, depth - 1)[None, None] * num_matches
-  )  # first index of the level of the parent
+  # First index of the level of the parent.
+  parent_level = jnp.arange(-1, depth - 1)[None, None] * num_matches
   parents = parent_level + jnp.pad(trie.leader, ((0, 0), (0, 0), (1, 0)))[..., :depth]
   parent_nodes = 1 + jax.vmap(jnp.searchsorted)(selected, gather(by_level(parents), selected))
   exists = gather(by_level(trie.counts), selected) > 0

@@ -8,7 +8,6 @@ stop early.
 """
 
 import dataclasses
-import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -112,8 +111,8 @@ def concatenated(
   tokens = jnp.concatenate([proposal.tokens for proposal in proposals], axis=1)
   if all(proposal.q is None for proposal in proposals):
     return tokens, None
-  one_hot = functools.partial(jax.nn.one_hot, num_classes=vocab_size, dtype=jnp.float32)
-  q = [one_hot(p.tokens) if p.q is None else p.q for p in proposals]
+  one_hots = (jax.nn.one_hot(p.tokens, vocab_size, dtype=jnp.float32) for p in proposals)
+  q = [one_hot if p.q is None else p.q for p, one_hot in zip(proposals, one_hots)]
   return tokens, jnp.concatenate(q, axis=1)
 
 

@@ -329,12 +329,12 @@ def window_masks(
     visible: True where a query may attend to a key.
     distance: position of the query minus position of the key.
   """
-  dtype = config.layout.activations
-  mask = jnp.where(visible, 0.0, MASKED).astype(dtype)
+  masked = jnp.asarray(MASKED, config.layout.activations)
+  mask = jnp.where(visible, 0.0, masked)
   if config.window is None or config.window >= distance.shape[-1]:
     return [mask]
   is_near = jnp.abs(distance) < config.window
-  return [jnp.where(visible & is_near, 0.0, MASKED).astype(dtype), mask]
+  return [jnp.where(visible & is_near, 0.0, masked), mask]
 
 
 def rotation(

@@ -79,8 +79,7 @@ class SimulatedModel(WrappedModel):
     hashed = (cache.salt[:, None] * _BASE + positions.astype(jnp.uint32)) * _BASE
     right = jax.vmap(jax.vmap(self._is_right))(hashed + draft_tokens.astype(jnp.uint32))  # [B, N]
     # is_earlier[i, j]: j is an earlier sibling of i.
-    is_earlier = (parents[:, None] == parents) & (tree.ranks[:, None] > tree.ranks)
-    is_earlier = is_earlier[None]
+    is_earlier = ((parents[:, None] == parents) & (tree.ranks[:, None] > tree.ranks))[None]
     is_repeated = (is_earlier & (draft_tokens[:, :, None] == draft_tokens[:, None])).any(axis=-1)
     right &= ~(right[:, None] & is_earlier).any(axis=-1)
     vocabulary = jnp.arange(model_logits.shape[-1])[None, None]
