@@ -569,9 +569,10 @@ class GenerateCall:
     tokens = np.asarray(result.tokens[row, : result.lengths[row]])
     text = text_of(self.pair, tokens, is_complete)
     reason: FinishReason = "eos" if len(tokens) and tokens[-1] in self.eos_ids else "length"
-    space = self.pair.vocabulary.space_before(tokens) if self.stops else ""
+    stops = self.config.stops
+    space = self.pair.vocabulary.space_before(tokens) if stops else ""
     whole = space + text
-    ends = [whole.find(stop) + len(stop) for stop in self.stops if stop in whole]
+    ends = [whole.find(stop) + len(stop) for stop in stops if stop in whole]
     if ends:  # the output ends with the token that completes the first stop string
       texts = (text_of(self.pair, tokens[:i]) for i in range(1, len(tokens) + 1))
       end = whole[: min(ends)]
@@ -594,11 +595,6 @@ class GenerateCall:
   def _parents(self) -> Sequence[int]:
     tree = self.pair.proposed_tree(self.config.sampling(), self.tree)
     return () if isinstance(tree, DynamicTree) else tree.parents
-
-  @property
-  def stops(self) -> tuple[str, ...]:
-    """Strings that end a text; none has U+FFFD, which stands for bytes that are no character."""
-    return tuple(stop for stop in self.config.stops if "\ufffd" not in stop)
 
 
 def chosen_tree(

@@ -37,9 +37,7 @@ def gather_or_zero(x: Float[Array, "B N E"], index: Int[Array, " B"]) -> Float[A
   return jnp.where(index[:, None] < 0, 0, gather_one(x, jnp.maximum(index, 0)))
 
 
-def expanded(
-  x: Shaped[Array | np.ndarray, "*rest"], like: Array | np.ndarray
-) -> Shaped[Array, "..."]:
+def expanded(x: Array | np.ndarray, like: Array | np.ndarray) -> Shaped[Array, "..."]:
   """Return x with leading axes of size 1, as many axes as `like`."""
   return lax.expand_dims(x, range(like.ndim - x.ndim))
 

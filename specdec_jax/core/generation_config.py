@@ -149,10 +149,10 @@ class GenerationConfig:
     self.sampling()
 
   @property
-  def stops(self) -> tuple[str, ...]:
-    """The strings of `stop_strings`."""
-    stops = () if self.stop_strings is None else self.stop_strings
-    return (stops,) if isinstance(stops, str) else tuple(stops)
+  def stops(self) -> tuple[Any, ...]:
+    """Stop strings, without those with U+FFFD, which stands for bytes that are no character."""
+    stops = (self.stop_strings,) if isinstance(self.stop_strings, str) else self.stop_strings
+    return tuple(stop for stop in stops or () if "\ufffd" not in str(stop))
 
   def given(self) -> dict[str, Any]:
     """Return the settings that are not None."""

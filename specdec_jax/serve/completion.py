@@ -59,7 +59,7 @@ class Choice:
     self.output = output = self._call.output(require_finite(result), 0, done)
     has_stop = output.finish_reason == "stop_string"
     self.ended = done or has_stop
-    stops = self._call.stops
+    stops = self._call.config.stops
     space = self._call.pair.vocabulary.space_before(output.tokens) if stops else ""
     text = space + output.text
     if has_stop:
