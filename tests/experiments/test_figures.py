@@ -3,6 +3,7 @@
 import pathlib
 import re
 import sys
+from xml.etree import ElementTree
 
 import gin
 import numpy as np
@@ -10,7 +11,7 @@ import pytest
 import tiny_pair
 from test_records import RECORD as SETTING
 
-from experiments.figures import figures
+from experiments.figures import figures, pictures
 from experiments.paper.paper import load_table
 from experiments.paper.reproduce import StandIns, Task, reproduce
 from specdec_jax.core.rounds import Round
@@ -192,3 +193,57 @@ def test_figure_1_of_a_decoder_only_pair():
     assert title[0] == prefix + (f", after '{text}'" if text else "")
     texts.append(emitted)
   assert texts[0] != texts[1] and texts[0] != texts[2]
+
+
+# The pictures of the README.
+
+
+def test_picture_of_rounds_shows_what_happened_to_each_token():
+  rounds = [
+    Round((" Ein",), " Hund", (" steht",), " <Mann>"),
+    Round((" eine", "m", "</s>"), None, (), None),
+  ]
+  drawn = pictures.rounds_picture("A <man>", "Ein Mann", rounds, gamma=3)
+  root = ElementTree.fromstring(drawn)  # special characters are escaped
+  texts = [each.text for each in root.findall(".//{*}text")]
+  assert texts[0] == "5 tokens from 2 target passes instead of 5"
+  assert {"Source: A <man>", "1 accepted, 1 rejected, 1 added", "3 accepted"} <= {*texts}
+  boxes = [each.get("class") for each in root.findall(".//{*}rect")][1:-3]  # without the legend
+  words = [each.text for each in root.findall(".//{*}text") if each.get("class") == "token"][:-3]
+  assert [*zip(words, boxes)] == [
+    *[("Ein", "accepted"), ("Hund", "rejected"), ("<Mann>", "added")],
+    *[("eine", "accepted"), ("m", "accepted"), ("</s>", "accepted")],
+  ]
+
+
+def test_picture_of_speeds_has_a_point_for_each_record_with_both_numbers():
+  records = [
+    RECORD.replace(processor="a", predicted_finite_length=1.0, speedup=1.0),
+    RECORD.replace(processor="a", predicted_finite_length=2.0, speedup=1.0),
+    RECORD.replace(processor="b", predicted_finite_length=4.0, speedup=4.0),
+    RECORD.replace(processor="b", speedup=None),
+  ]
+  root = ElementTree.fromstring(pictures.speeds_picture(records))
+  points = [each for each in root.findall(".//{*}circle") if each.get("r") == "3"]
+  (x1, y1, color), (x2, y2, _), (x4, y4, other) = (
+    (float(p.get("cx")), float(p.get("cy")), p.get("fill")) for p in points
+  )
+  assert (x2 - x1) * 2 == pytest.approx(x4 - x1, abs=0.3) and y1 == y2  # log scale
+  assert x4 - x1 == pytest.approx(y1 - y4, abs=0.2) and color != other  # the same on both axes
+  texts = [each.text for each in root.findall(".//{*}text")]
+  assert "a: 2 records" in texts and "b: 1 records" in texts
+  assert "Dashed: both agree. Half of the points are within 0%, 90% within 40%." in texts
+
+
+def test_committed_picture_of_speeds_has_the_records():
+  assert pictures.speeds_picture(pictures.all_records()) == (
+    pictures.FOLDER / "predicted.svg"
+  ).read_text(encoding="utf-8")
+
+
+@pytest.mark.slow
+def test_committed_pictures_are_what_the_command_writes(tmp_path, monkeypatch):
+  monkeypatch.setattr(pictures, "FOLDER", tmp_path)
+  pictures.main()
+  for name in ("rounds.svg", "predicted.svg"):
+    assert (tmp_path / name).read_text() == (ROOT / "docs" / "_static" / name).read_text()
