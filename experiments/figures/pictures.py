@@ -18,9 +18,9 @@ import numpy as np
 from experiments.lib import script
 from specdec_jax import load_pair
 from specdec_jax.core.atomic_files import atomic_write
+from specdec_jax.core.rounds import Round
 from specdec_jax.gin_files import lines
 from specdec_jax.measure.records import Record, read
-from specdec_jax.measure.rounds import Round
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 FOLDER = ROOT / "docs" / "_static"
