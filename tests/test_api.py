@@ -226,6 +226,7 @@ def test_stream_and_stop_strings_with_a_text_that_changes():
     (dict(gamma=-1), "gamma is -1"),
     (dict(temperature="cold"), "temperature is 'cold'"),
     (dict(do_sample="False"), "do_sample is 'False'"),
+    (dict(do_sample=0), "do_sample is 0"),
     (dict(beam_scorer="hff"), "beam_scorer is 'hff'"),
     (dict(texts=["a", "b\0c"]), r"texts\[1\] has a NUL character at position 1"),
     (dict(texts=["\ud83d"]), r"texts\[0\] has half of a surrogate pair \('\\ud83d'\) at position"),

@@ -617,6 +617,7 @@ def test_forced_token_starts_each_output(run):
   "macros, words",
   [
     ({"GAMMA": 2.5}, "gamma is 2.5"),
+    ({"OUTPUT": "out.jsonl.bz2"}, "out.jsonl.bz2 has the name of a compressed file"),
     ({"PREFIX": "a\udcff"}, "prefix has half of a surrogate pair ('\\udcff') at position 1"),
     ({"TOP_P": 1.5}, "top_p is 1.5"),
     ({"BATCH_SIZE": 0}, "batch_size is 0"),

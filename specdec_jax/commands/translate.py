@@ -20,6 +20,7 @@ from specdec_jax.files.records import (
   decode_records,
   output_line,
   read_records,
+  require_suffix,
   source_of,
 )
 from specdec_jax.generate import Output, generation_config
@@ -80,6 +81,7 @@ def translate(
   source = 0 if input == "-" else input or ""
   if os.path.isfile(source) and os.path.exists(output) and os.path.samefile(source, output):
     raise InputError(f"{output} is the input and the output; name another output.")
+  require_suffix(output)
   given = (generation or GenerationConfig()).given()
   config, _ = generation_config(pair, None, given)
   notes = Console(stderr=True, markup=False)

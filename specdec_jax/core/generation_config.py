@@ -129,8 +129,9 @@ class GenerationConfig:
       ("renormalize_logits", (None, False, True)),
       ("beam_scorer", (None, "t5x", "hf")),
     ):
-      if getattr(self, name) not in choices:
-        raise InputError(f"{name} is {shown(getattr(self, name))}; give one of {choices}.")
+      value = getattr(self, name)
+      if not any(value == x and type(value) is type(x) for x in choices):  # 0 == False
+        raise InputError(f"{name} is {shown(value)}; give one of {choices}.")
     for name, least in (
       *(
         (name, 1) for name in ("max_new_tokens", "max_length", "num_return_sequences", "num_beams")

@@ -28,6 +28,12 @@ def is_json_lines(path: str) -> bool:
   return path.lower().removesuffix(".gz").endswith((".jsonl", ".ndjson"))
 
 
+def require_suffix(path: str) -> None:
+  """Raise InputError if the name of a file is that of a compression that is not supported."""
+  if path.lower().endswith((".bz2", ".xz", ".zip", ".zst")):
+    raise InputError(f"{path} has the name of a compressed file; only .gz is compressed.")
+
+
 def read_records(lines: Iterable[str], path: str) -> Iterator[Record]:
   """Yield the record of each line of a file of sources as soon as it is read.
 
