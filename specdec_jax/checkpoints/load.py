@@ -22,10 +22,10 @@ def open_checkpoint(model: Any) -> Checkpoint:
   """Open a checkpoint of T5X, Orbax, Hugging Face or this project, without loading its arrays.
 
   Args:
-    model: a folder, or the single file of an old T5X checkpoint; both may be local or `gs://`, and
-      a local one a `pathlib.Path`. Or
-      the name of a model on the Hugging Face Hub, which is then downloaded (`hub.resolve`). Or a
-      model in memory; see `huggingface.open_in_memory`. Pickled files are never read.
+    model: a folder, or the single file of an old T5X checkpoint; both may be local (a string or
+      `pathlib.Path`) or `gs://`. Or the name of a model on the Hugging Face Hub, which is then
+      downloaded (`hub.resolve`). Or a model in memory; see `huggingface.open_in_memory`. Pickled
+      files are never read.
 
   Raises:
     InputError: there is no checkpoint at this path, it is damaged, incomplete or not supported, or
