@@ -1,9 +1,13 @@
-"""Values of flags: the type of a setting tells how the text of its flag is read."""
+"""Settings as flags: a type tells how the text of a flag is read, a docstring what it means."""
 
 import ast
 import collections.abc
+import inspect
+import re
+import textwrap
 import types
 import typing
+from collections.abc import Callable
 from typing import Any, Literal
 
 _BOOLEANS = {"true": True, "True": True, "false": False, "False": False}
@@ -54,6 +58,14 @@ def described(kind: Any) -> str:
     else:
       words.append(names.get(option, getattr(option, "__name__", str(option))))
   return " or ".join(words)
+
+
+def meaning(function: Callable[..., Any], parameter: str) -> str:
+  """Return the first words on a parameter in the docstring of a function or class, or ''."""
+  line = rf"^  (?:\w+, )*{parameter}(?:, \w+)*: (.+(?:\n   .*)*)"
+  found = re.search(line, inspect.getdoc(function) or "", re.MULTILINE)
+  words = " ".join(found[1].split()).partition(". ")[0] if found else ""
+  return textwrap.shorten(words.rstrip("."), 80, placeholder=" ...")
 
 
 def _last(option: Any) -> int:

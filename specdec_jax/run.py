@@ -302,10 +302,10 @@ def parse_bindings(bindings: Sequence[str]) -> None:
     parameters = _parameters()
     gin.parse_config(bindings)
     known |= {name.upper() for name in (*parameters, *(_NAMES if "PAIR" in macros() else ()))}
-    for name, (selector, _) in parameters.items():
-      bound = gin.get_bindings(selector, resolve_references=False)
+    for name, place in parameters.items():
+      bound = gin.get_bindings(place.selector, resolve_references=False)
       if name.upper() in macros() and name not in bound:
-        gin.parse_config(f"{selector}.{name} = %{name.upper()}")
+        gin.parse_config(f"{place.selector}.{name} = %{name.upper()}")
     used = _used_macros()
     known |= used
     if unknown := names & {*macros()} - known:
@@ -317,8 +317,16 @@ def parse_bindings(bindings: Sequence[str]) -> None:
     raise InputError(str(error)) from error
 
 
-def _parameters() -> dict[str, tuple[str, inspect.Parameter]]:
-  """Return settings that no file binds, each with the gin selector of its function.
+class _Place(NamedTuple):
+  """Parameter that a setting is bound to, and the gin selector of its function."""
+
+  selector: str
+  function: Callable[..., Any]
+  parameter: inspect.Parameter
+
+
+def _parameters() -> dict[str, _Place]:
+  """Return the places of settings that no file binds.
 
   These are the parameters of the run's function, and the fields of its `generation`, except for
   those whose macro another binding uses, or of which the function takes several values.
@@ -328,24 +336,24 @@ def _parameters() -> dict[str, tuple[str, inspect.Parameter]]:
     return {}
   selector = experiment.scoped_selector
   bound = gin.get_bindings(selector, resolve_references=False)
-  parameters = inspect.signature(experiment.configurable.wrapped).parameters
-  found = {name: (selector, x) for name, x in parameters.items() if name not in bound}
+  function = experiment.configurable.wrapped
+  parameters = inspect.signature(function).parameters
+  found = {name: _Place(selector, function, x) for name, x in parameters.items()}
+  found = {name: place for name, place in found.items() if name not in bound}
   generation = bound.get("generation")
   if isinstance(generation, gin.config.ConfigurableReference):
-    selector = generation.scoped_selector
-    fields = inspect.signature(generation.configurable.wrapped).parameters
+    selector, function = generation.scoped_selector, generation.configurable.wrapped
+    fields = inspect.signature(function).parameters
     bound, used = gin.get_bindings(selector, resolve_references=False), _used_macros()
     for name, x in fields.items():
       if name not in bound and name.upper() not in used and {name, f"{name}s"}.isdisjoint(found):
-        found[name] = selector, x
+        found[name] = _Place(selector, function, x)
   return found
 
 
-def _kinds() -> dict[str, Any]:
-  """Return the type of each setting: of the parameter that it is bound to, or of its value."""
-  kinds = {name.upper(): x.annotation for name, (_, x) in _parameters().items()}
-  for name, value in macros().items():
-    kinds.setdefault(name, _kind_of(value))
+def _places() -> dict[str, _Place]:
+  """Return the place of each setting that is bound to a parameter, by the name of its macro."""
+  places = {name.upper(): place for name, place in _parameters().items()}
   for (_, selector), bound in gin.config._CONFIG.items():
     for parameter, value in bound.items():
       if isinstance(value, gin.config.ConfigurableReference) and (
@@ -354,8 +362,14 @@ def _kinds() -> dict[str, Any]:
         function = gin.config._REGISTRY[selector].wrapped
         x = inspect.signature(function).parameters.get(parameter)
         if selector != "gin.macro" and x is not None:
-          kinds[value.config_key[0]] = x.annotation
-  return kinds
+          places[value.config_key[0]] = _Place(selector, function, x)
+  return places
+
+
+def _kinds() -> dict[str, Any]:
+  """Return the type of each setting: of the parameter that it is bound to, or of its value."""
+  kinds = {name: _kind_of(value) for name, value in macros().items()}
+  return kinds | {name: place.parameter.annotation for name, place in _places().items()}
 
 
 def _kind_of(value: object) -> Any:
@@ -406,8 +420,12 @@ def _help(values: flags.FlagValues) -> str:
 def _help_of_run(files: Sequence[str], arguments: Sequence[str], values: flags.FlagValues) -> str:
   parse_files(files, values.gin_search_paths)
   lines = [_USAGE, *(gin_files.header(file) for file in files), "", "Settings:"]
-  defaults = {name.upper(): x.default for name, (_, x) in _parameters().items()}
-  lines += [_setting(name, value) for name, value in {**defaults, **macros()}.items()]
+  places = _places()
+  values_of = {name.upper(): place.parameter.default for name, place in _parameters().items()}
+  for name, value in (values_of | macros()).items():
+    place = places.get(name)
+    words = flag_values.meaning(place.function, place.parameter.name) if place else ""
+    lines.append(f"{_setting(name, value):<38}  {words}".rstrip())
   if "PAIR" not in macros():
     return "\n".join(lines)
   given = _split(arguments)[1]

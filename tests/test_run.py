@@ -256,8 +256,9 @@ def test_help_of_a_run_has_its_comment_and_its_settings(folder, capsys):
     assert f"  {line}\n" in f"{said}\n"
   assert "--target" not in said
   said = output(capsys, "speedup", "-h")
-  assert "  --prefix ''\n" in said and "  --output_dir runs/speedup\n" in said
-  assert "  --gammas '(3, 5, 7)'\n" in said  # as a shell reads it
+  assert "  --output_dir runs/speedup             folder for both files\n" in said
+  assert "  --gammas '(3, 5, 7)'                  numbers of draft tokens per round" in said
+  assert "  --prefix ''                           text prepended to each line that is not" in said
   assert "Your own models (gin/models/checkpoints.gin): --draft, " in said
   assert "  ngrams                    a text of the task's outputs exists\n" in said
   assert "On the shelf, complete but slower: stopping, " in said and "  lookahead  " not in said
