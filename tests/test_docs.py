@@ -135,10 +135,14 @@ def test_extras_that_a_page_installs_suffice_for_its_commands(requirements):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("page", GUIDES, ids=lambda page: page.name)
-def test_flags_of_commands_are_settings(page, monkeypatch):
+def test_flags_of_commands_are_settings(page, tmp_path, monkeypatch):
   for package in ("seqio", *(["t5x"] if page.name == "t5x.md" else [])):
     pytest.importorskip(package, reason=f"{package} is not installed")
   monkeypatch.chdir(ROOT)
+  monkeypatch.syspath_prepend(tmp_path)
+  for module, name in (("my_drafts", "StammerDraft"), ("my_verifiers", "TenPercentVerifier")):
+    found = [block for block in blocks(page) if f"class {name}" in block]
+    (tmp_path / f"{module}.py").write_text("".join(found))
   for words in commands(page):
     if words[0] != "specdec" and words[:3] != ["python", "-m", "specdec_jax.run"]:
       continue

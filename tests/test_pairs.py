@@ -161,9 +161,9 @@ def test_eos_of_any_vocabulary_ends_the_prompt_of_a_random_pair(monkeypatch):
 @pytest.mark.slow
 @pytest.mark.parametrize("family, size", [("bart", "tiny"), ("t5gemma", "tiny-tiny")])
 def test_random_pair_of_another_family_accepts_all_draft_tokens(monkeypatch, family, size):
-  monkeypatch.setitem(sizes._FAMILY_SIZES["bart"], "tiny", (8, 2, 4, 16, 1, 1))
+  monkeypatch.setitem(sizes._FAMILIES["bart"], "tiny", (8, 2, 4, 16, 1, 1))
   monkeypatch.setitem(sizes._GEMMA_STACKS, "tiny", (8, 2, 1, 4, 16, 2))
-  monkeypatch.setattr(sizes, "_T5GEMMA_SIZES", ("tiny-tiny",))
+  monkeypatch.setitem(sizes._FAMILIES["t5gemma"], "tiny-tiny", ())
   pair = specdec_jax.random_pair(size, size, 1.0, family)
   assert pair.target.name == f"{family}_{size}" and pair.draft.name == f"{family}_{size}"
   output = pair.generate(["A man is riding a horse."], gamma=3, max_new_tokens=16)[0]

@@ -20,7 +20,7 @@ from specdec_jax.core.verify.tokens import TokenVerifier
 from specdec_jax.drafts import model
 from specdec_jax.drafts.model import ModelDraft
 from specdec_jax.drafts.prompt_lookup import PromptLookupDraft
-from specdec_jax.exactness import martingale, round_scores
+from specdec_jax.exactness import martingale, paths, round_scores
 from specdec_jax.exactness.martingale import (
   MIN_PROB,
   TOKEN_SCORES,
@@ -359,7 +359,7 @@ def test_next_token_with_the_key_of_a_draft_token_is_detected():
 
 def test_rows_that_share_their_keys_are_detected(monkeypatch):
   monkeypatch.setattr(
-    round_scores, "row_keys", lambda *args: row_keys(*args)[jnp.arange(args[2]) // 2]
+    paths, "row_keys", lambda *args: row_keys(*args)[jnp.arange(args[2]) // 2]
   )
   found = judged(table_pair(noise=0.5), num_draft_tokens=1)
   far = [name for name, drift in between_rounds(found).items() if drift.p_value < LEVEL]
