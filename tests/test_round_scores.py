@@ -358,9 +358,7 @@ def test_next_token_with_the_key_of_a_draft_token_is_detected():
 
 
 def test_rows_that_share_their_keys_are_detected(monkeypatch):
-  monkeypatch.setattr(
-    paths, "row_keys", lambda *args: row_keys(*args)[jnp.arange(args[2]) // 2]
-  )
+  monkeypatch.setattr(paths, "row_keys", lambda *args: row_keys(*args)[jnp.arange(args[2]) // 2])
   found = judged(table_pair(noise=0.5), num_draft_tokens=1)
   far = [name for name, drift in between_rounds(found).items() if drift.p_value < LEVEL]
   assert "draft tokens of rounds, by place, of neighboring outputs" in far
