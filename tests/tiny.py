@@ -31,7 +31,7 @@ from specdec_jax.core.types import (
 )
 from specdec_jax.core.verify.tokens import TokenVerifier
 from specdec_jax.measure import speed
-from specdec_jax.measure.costs import Looped, Parts, interleaved_seconds, timed
+from specdec_jax.measure.costs import Looped, Parts, Starts, interleaved_seconds, timed
 from specdec_jax.models.config import GPTConfig, T5Config
 from specdec_jax.models.families import Config, init_params, module_of
 from specdec_jax.models.kernels import gpu, skinny
@@ -353,14 +353,19 @@ class FixedCost:
 
 
 def know_costs(monkeypatch) -> None:
-  """Make `measure_speed` use fixed costs for the parts of a round, for one gamma."""
+  """Make `measure_speed` use fixed costs of the start and the parts of a round, for one gamma.
 
-  def looped(milliseconds):
-    return Looped(FixedCost(1e-3), FixedCost(1e-3 * milliseconds))
+  They are less than the time of any round, which is measured.
+  """
+
+  def looped(microseconds):
+    return Looped(FixedCost(1e-6), FixedCost(1e-6 * microseconds))
 
   def run(call):
     return (call.seconds, None) if isinstance(call, FixedCost) else timed(call)
 
   parts = Parts(looped(5), [looped(7)], [looped(9)], [looped(3)])
   monkeypatch.setattr(speed, "round_calls", lambda *args: parts)
+  starts = Starts(FixedCost(2e-6), FixedCost(3e-6))
+  monkeypatch.setattr(speed, "start_calls", lambda *args: starts)
   monkeypatch.setattr(speed, "interleaved_seconds", functools.partial(interleaved_seconds, run=run))
