@@ -117,7 +117,7 @@ class Pair:
 
   @property
   def continues(self) -> bool:
-    """Whether the target is decoder-only and continues its prompt."""
+    """Return whether the target is decoder-only and continues its prompt."""
     return not getattr(self.config, "has_encoder", True)
 
   @property

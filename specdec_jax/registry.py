@@ -33,7 +33,7 @@ class Entry(NamedTuple):
 
   @property
   def is_on_shelf(self) -> bool:
-    """Whether it is in `contrib`: complete and tested, and slower here than others."""
+    """Return whether it is in `contrib`: complete and tested, and slower here than others."""
     return self.path.startswith(_SHELF)
 
 
@@ -200,7 +200,7 @@ def entry(part: str, name: str) -> Entry | None:
   """
   names = {"draft": DRAFTS, "verifier": VERIFIERS}[part]
   is_path = re.fullmatch(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*", name)
-  return names.get(name) or (Entry(name, "your own texts") if is_path else None)
+  return names.get(name) or (Entry(name, "what you wrote it for") if is_path else None)
 
 
 def imported(path: str) -> Any:

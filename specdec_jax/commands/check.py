@@ -204,7 +204,7 @@ def _plan(
 
 
 def _scores_rounds(pair: Pair) -> bool:
-  """Whether the exact distributions in rounds are known: if tokens are verified one by one."""
+  """Return whether rounds have known distributions: tokens are verified one by one."""
   return pair.verifier_name == TokenVerifier.__name__
 
 

@@ -91,7 +91,7 @@ class Costs(NamedTuple):
 
   @property
   def are_measured(self) -> bool:
-    """Whether no part of a round is too short to be timed, so that c and v mean something."""
+    """Return whether all parts of a round are long enough to be timed, as c and v need."""
     return self.target_step > 0 and self.draft_step >= 0 and self.verify + self.accept > 0
 
   @property

@@ -64,12 +64,12 @@ class Layout:
 
   @property
   def is_quantized(self) -> bool:
-    """Whether the matrices of linear layers are int8 or int4."""
+    """Return whether the matrices of linear layers are int8 or int4."""
     return self.weights in MAX_QUANTIZED
 
   @property
   def fuses_blocks(self) -> bool:
-    """Whether matmuls compute the norm before them and add the residual connection after them."""
+    """Return whether matmuls compute the norm before them and add the residual after them."""
     return self.kernels == "gpu"
 
   def transposes(self, shape: tuple[int, ...]) -> bool:
@@ -204,7 +204,7 @@ class Layout:
 
   @property
   def _in_pairs(self) -> bool:
-    """Whether panels have the layout for bfloat16 matmuls (`pairs` of `skinny.pack`)."""
+    """Return whether panels have the layout for bfloat16 matmuls (`pairs` of `skinny.pack`)."""
     return self.dtype == jnp.bfloat16
 
 

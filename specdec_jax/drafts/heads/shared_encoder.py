@@ -77,7 +77,7 @@ class SharedEncoderHead(DraftHead):
 
   @property
   def reads_features(self) -> bool:
-    """Whether committed tokens are conditioned on the states from which they were predicted."""
+    """Return whether committed tokens are conditioned on the states that predicted them."""
     return self.kind == "features"
 
   @property
