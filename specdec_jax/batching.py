@@ -4,12 +4,14 @@
 slots, and texts that wait are prefilled in blocks. A compiled loop runs rounds. After a round it
 exchanges the slots whose text has ended for rows of the block, so that a used block holds results.
 A row depends neither on other rows nor on its slot. So each text has the same output as with
-`Decoder.run`, except for rounding, in any order of the texts.
+`Decoder.run`, except for rounding, in any order of the texts. `Slots` are for texts that arrive
+while others are decoded.
 
 Axis letters are those of `core.types`; M is the number of texts. A block has B rows, as many as
 there are slots, or one.
 """
 
+import dataclasses
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -19,10 +21,12 @@ import numpy as np
 from jax import Array, lax
 from jaxtyping import Int, Key
 
+from specdec_jax.core.context import Prompt
 from specdec_jax.core.counts import require_finite
 from specdec_jax.core.decode import Decoder, DecodeState
 from specdec_jax.core.sampling import split_keys
 from specdec_jax.core.types import AnyArray, DecodeResult, Keys, Params
+from specdec_jax.data.vocabulary import padded
 from specdec_jax.errors import InputError
 
 NO_TEXT = -1  # index of a row that has no text
@@ -47,7 +51,7 @@ class Texts(NamedTuple):
     limit: maximum number of new tokens of each text.
   """
 
-  prompt_of: Callable[[np.ndarray], AnyArray]
+  prompt_of: Callable[[np.ndarray], Prompt]
   lengths: Sequence[int]
   rng: Key[Array, " M"]
   limit: Int[AnyArray, " M"]
@@ -59,7 +63,7 @@ class Block(NamedTuple):
   `text` has their indices. Rows that only fill up the block repeat a text and have NO_TEXT.
   """
 
-  prompt: Int[Array, "B P"]
+  prompt: Prompt
   rng: Keys
   text: Int[AnyArray, " B"]
   limit: Int[AnyArray, " B"]
@@ -70,13 +74,15 @@ def prefill(
 ) -> Rows:
   """Return the rows of a block before their first round; rows without a text are done.
 
-  Encoders read `width` tokens of each source; the others are padding. With None they read all.
+  Encoders read `width` tokens of each source; the others are padding. With None they read all, as
+  for `Encoded` prompts.
   `width` is ignored if a cache of another type than `transformer.Cache` has a shape that depends on
   it.
   """
+  sources: Any = block.prompt
 
   def init(width: int | None) -> DecodeState:
-    prompt = block.prompt[:, :width]
+    prompt = sources if width is None else sources[:, :width]
     return decoder.init(params, prompt, block.rng, max_new_tokens, block.limit)
 
   def is_cache(x: Any) -> bool:
@@ -86,9 +92,9 @@ def prefill(
     return x.pad_sources(full.cross_bias.shape[3]) if is_cache(x) else x
 
   state = init(width)
-  if width is not None and width < block.prompt.shape[1]:
+  if width is not None and width < sources.shape[1]:
     full = jax.eval_shape(lambda: init(None))
-    state = jax.tree.map(pad, state, full, is_leaf=is_cache)._replace(prompt=block.prompt)
+    state = jax.tree.map(pad, state, full, is_leaf=is_cache)._replace(prompt=sources)
     if [x.shape for x in jax.tree.leaves(state)] != [x.shape for x in jax.tree.leaves(full)]:
       state = init(None)
   text = jnp.asarray(block.text, jnp.int32)
@@ -184,6 +190,8 @@ def _exchange(slots: Rows, slot: Array, block: Rows, row: Array) -> tuple[Rows, 
 
 jitted_prefill = jax.jit(prefill, static_argnames=("max_new_tokens", "width"))
 _run = jax.jit(run, donate_argnames=("slots", "block"))
+_fill = jax.jit(lambda slots, block: fill(slots, block)[0], donate_argnums=0)
+_run_rounds = jax.jit(run_rounds, donate_argnames="state")
 jitted_result = jax.jit(Decoder.result)
 
 
@@ -219,10 +227,10 @@ def decode_texts(
     chosen = order[start : start + batch_size]
     rows = np.resize(chosen, batch_size)
     text = np.where(np.arange(batch_size) < len(chosen), rows, NO_TEXT)
-    prompt = jnp.asarray(texts.prompt_of(rows))
+    prompt: Any = jax.tree.map(jnp.asarray, texts.prompt_of(rows))
     block = Block(prompt, texts.rng[rows], text, texts.limit[rows])
     longest = size_of_sources(int(lengths[chosen].max()))
-    width = min(longest, block.prompt.shape[1]) if has_encoder else None
+    width = min(longest, prompt.shape[1]) if has_encoder else None
     waiting = jitted_prefill(decoder, params, block, max_new_tokens=max_new_tokens, width=width)
     if slots is None:
       slots = waiting
@@ -321,3 +329,108 @@ def size_of_sources(length: int) -> int:
       return power * 3 // 2
     power *= 2
   return power
+
+
+@dataclasses.dataclass(eq=False)
+class Text:
+  """Text to decode in `Slots`.
+
+  Attributes:
+    rng: random key of the text.
+    limit: maximum number of new tokens.
+    report: function that the engine's thread calls with the result so far, a batch of one row, and
+      with whether it is final; or with an exception and True.
+    needs_rounds: whether `report` must be called after each round, not only after several.
+  """
+
+  decoder: Decoder
+  prompt: Any
+  rng: Any
+  limit: int
+  report: Callable[[DecodeResult | Exception, bool], None]
+  needs_rounds: bool = False
+
+
+PromptsFn = Callable[[Sequence[Any]], tuple[Any, int | None]]
+
+
+def token_prompts(width: int, pad_id: int = 0, has_encoder: bool = True) -> PromptsFn:
+  """Return the function `prompts` of `Slots` for lists of at most `width` tokens."""
+
+  def prompts(rows: Sequence[Sequence[int]]) -> tuple[Array, int | None]:
+    longest = min(size_of_sources(max(map(len, rows))), width)
+    return jnp.asarray(padded(rows, width, pad_id)), longest if has_encoder else None
+
+  return prompts
+
+
+class Slots:
+  """A fixed number of slots, each of which holds one text or none; texts are added as they arrive.
+
+  The output of a text depends neither on the other texts nor on its slot. A text that is added
+  alone is prefilled alone; several are prefilled together.
+
+  Args:
+    max_new_tokens: maximum of the limits of all texts.
+    prompts: function from the prompts of texts to the prompts of a block, and the `width` of
+      `prefill`. Blocks of all calls have the same shape but for the number of rows.
+  """
+
+  def __init__(
+    self,
+    decoder: Decoder,
+    params: Params,
+    batch_size: int,
+    max_new_tokens: int,
+    prompts: PromptsFn,
+  ):
+    self.decoder, self.params, self.batch_size = decoder, params, batch_size
+    self.max_new_tokens, self._prompts = max_new_tokens, prompts
+    self._texts: list[Text | None] = [None] * batch_size
+    self._rows: Rows | None = None  # a slot is done if it has no text
+
+  @property
+  def num_free(self) -> int:
+    """Number of slots without a text."""
+    return self._texts.count(None)
+
+  def add(self, texts: Sequence[Text]) -> None:
+    """Add at least one text, and at most `num_free`."""
+    alone = len(texts) == 1 and self._rows is not None
+    num_rows = 1 if alone else self.batch_size
+    index = [i % len(texts) for i in range(num_rows)]
+    prompt, width = self._prompts([texts[i].prompt for i in index])
+    block = Block(
+      prompt,
+      jnp.stack([texts[i].rng for i in index]),
+      np.array([i if row < len(texts) else NO_TEXT for row, i in enumerate(index)]),
+      np.array([texts[i].limit for i in index], np.int32),
+    )
+    rows = jitted_prefill(
+      self.decoder, self.params, block, max_new_tokens=self.max_new_tokens, width=width
+    )
+    self._rows = rows if self._rows is None else _fill(self._rows, rows)
+    for text in texts:  # the lowest free slots are filled first
+      self._texts[self._texts.index(None)] = text
+
+  def cancel(self, text: Text) -> None:
+    """Free the slot of a text."""
+    assert self._rows is not None
+    slot, state = self._texts.index(text), self._rows.state
+    self._texts[slot] = None
+    self._rows = self._rows._replace(state=state._replace(done=state.done.at[slot].set(True)))
+
+  def step(self, max_rounds: int = 1) -> list[Text]:
+    """Run at most `max_rounds` rounds, until a text ends, and report the results of all texts.
+
+    Return the texts that have ended. Their slots are free.
+    """
+    assert self._rows is not None
+    state = _run_rounds(self.decoder, self.params, self._rows.state, max_rounds)
+    self._rows = self._rows._replace(state=state)
+    result, done = jax.device_get((jitted_result(self.decoder, state), state.done))
+    texts = [(slot, text) for slot, text in enumerate(self._texts) if text is not None]
+    self._texts = [None if done[slot] else text for slot, text in enumerate(self._texts)]
+    for slot, text in texts:
+      text.report(one_row(result, slot), bool(done[slot]))
+    return [text for slot, text in texts if done[slot]]

@@ -588,8 +588,8 @@ class GenerateCall:
     output = Output(text, tokens, reason, rounds, _read=read)
     if result.log_probs is None:
       return output
-    model, processed = np.asarray(result.log_probs[row, : len(tokens)]).T
-    return dataclasses.replace(output, logprobs=processed, model_logprobs=model)
+    model, _, sampled = np.asarray(result.log_probs[row, : len(tokens)]).T
+    return dataclasses.replace(output, logprobs=sampled, model_logprobs=model)
 
   @functools.cached_property
   def _parents(self) -> Sequence[int]:

@@ -33,8 +33,10 @@ from specdec_jax.drafts.dynamic import model_draft
 from specdec_jax.drafts.heads import AnyConfig, DraftHead
 from specdec_jax.drafts.other_vocabulary import OtherVocabularyModel, other_vocabulary_params
 from specdec_jax.errors import InputError, require_count
+from specdec_jax.models.config import T5Config
 from specdec_jax.models.families import Config, config_of, model_of
 from specdec_jax.models.layout import Layout, Weights, for_device
+from specdec_jax.models.whisper import DraftWhisper, WhisperModel, has_encoder_of
 from specdec_jax.pair import Pair
 from specdec_jax.xla import default_cache_dir, enable_compile_cache
 
@@ -122,6 +124,7 @@ def load_pair(
     vocabulary,
     checkpoint.recorded_path,
     *_generation(checkpoint, vocabulary),
+    checkpoint.speech,
   )
   bundled = is_bundled(checkpoint)
   if draft is None:
@@ -182,10 +185,10 @@ def checkpoint_draft(
     "draft", opened, words, layout, shardings, target.params, tokens
   )
   config = drafting.config
-  if vocabulary is None and own is not None and own.has_encoder != config.has_encoder:
+  if vocabulary is None and own is not None and _kind(own) != _kind(config):
     raise InputError(
-      f"Of {target.name} and {opened.path} one is decoder-only and the other is not; target and "
-      "draft must be of one kind."
+      f"{target.name} is {_kind(own)} and {opened.path} is {_kind(config)}; target and draft must "
+      "be of one kind."
     )
   name = draft_name(opened.name, config)
   if vocabulary is not None:
@@ -199,7 +202,20 @@ def checkpoint_draft(
     params = other_vocabulary_params(params, target.vocabulary, words, config.has_encoder, starts)
     drafting = OtherVocabularyModel(drafting, target.model, config.pad_id)
     name += f", {int((params.partners >= 0).sum())} shared tokens"
-  return DraftSpec(name, functools.partial(model_draft, drafting), params, opened.recorded_path)
+  encoder = None
+  if isinstance(drafting, WhisperModel):
+    if has_encoder_of(params, target.params):
+      params = {name: params[name] for name in ("token_embedder", "decoder")}
+    else:
+      encoder, drafting = drafting, DraftWhisper(config)
+  build = functools.partial(model_draft, drafting)
+  return DraftSpec(name, build, params, opened.recorded_path, encoder=encoder)
+
+
+def _kind(config: Config) -> str:
+  if isinstance(config, T5Config):
+    return "an encoder-decoder" if config.num_mels is None else "a model of speech"
+  return "decoder-only"
 
 
 def _open_draft(model: Any) -> Checkpoint:
@@ -378,7 +394,7 @@ def _with_vocabulary(role: str, checkpoint: Checkpoint, vocabulary: Vocabulary) 
       f"{where} pads sources with token {vocabulary.pad_id}, and {vocabulary.path} has {size} "
       "tokens; correct pad_token_id."
     )
-  if vocabulary.pad_id in eos_ids:
+  if vocabulary.pad_id in eos_ids and checkpoint.speech is None:
     raise InputError(
       f"{where} ends a text with token {vocabulary.pad_id}, which pads prompts here; use models "
       "whose vocabulary has another token there."

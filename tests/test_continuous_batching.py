@@ -10,7 +10,17 @@ import tiny
 import tiny_pair
 
 from specdec_jax import batching
-from specdec_jax.batching import Block, Texts, decode_all, decode_texts, prefill, size_of_sources
+from specdec_jax.batching import (
+  Block,
+  Slots,
+  Text,
+  Texts,
+  decode_all,
+  decode_texts,
+  prefill,
+  size_of_sources,
+  token_prompts,
+)
 from specdec_jax.core.decode import Decoder, NullDraft
 from specdec_jax.core.sampling import Sampling, row_keys
 from specdec_jax.core.trees import chain
@@ -19,7 +29,6 @@ from specdec_jax.core.verify.tokens import TokenVerifier
 from specdec_jax.drafts.model import ModelDraft
 from specdec_jax.errors import InputError
 from specdec_jax.models.t5 import T5Model
-from specdec_jax.serve.slots import Slots, Text
 
 M, LIMIT, WIDTH = 13, 10, 16
 CONFIG, DRAFT = tiny.config(vocab_size=8), tiny.config(vocab_size=8, layers=1)
@@ -114,7 +123,7 @@ def test_texts_in_any_order_are_those_of_a_batch():
 def test_slots_are_filled_and_freed_at_any_time():
   """Texts arrive one by one or several at once, and some are cancelled."""
   shared = decoder()
-  slots = Slots(shared, PARAMS, 3, WIDTH, LIMIT)
+  slots = Slots(shared, PARAMS, 3, LIMIT, token_prompts(WIDTH))
   rng, waiting, ended, cancelled = np.random.default_rng(4), [*range(M)], [], []
   in_slots: dict[int, Text] = {}
   reported = {}

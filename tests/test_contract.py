@@ -32,6 +32,7 @@ from specdec_jax.contrib.retrieval import retrieval
 from specdec_jax.contrib.saturation import saturation
 from specdec_jax.contrib.stopping import AdaptiveStoppingDraft, StoppingDraft
 from specdec_jax.contrib.top_beta import TopBetaVerifier
+from specdec_jax.core.context import Encoded
 from specdec_jax.core.decode import Decoder, NullDraft, unpacked_rounds
 from specdec_jax.core.sampling import Sampling
 from specdec_jax.core.trees import DynamicTree, Tree, branching, chain
@@ -63,6 +64,7 @@ from specdec_jax.load import head_draft
 from specdec_jax.models.families import with_feature_layers
 from specdec_jax.models.gpt import GPTModel
 from specdec_jax.models.t5 import T5Model
+from specdec_jax.models.whisper import DraftWhisper, WhisperModel
 
 V, LIMIT = 6, 10
 GREEDY, RANDOM, TOP_K = Sampling(temperature=0.0), Sampling(), Sampling(top_k=3)
@@ -77,7 +79,7 @@ class Models(NamedTuple):
   draft: Any
   params: Any
   draft_params: Any
-  prompts: np.ndarray
+  prompts: Any  # an array, or `Encoded`
 
 
 @functools.cache
@@ -133,6 +135,18 @@ def family(name: str) -> Models:
 
 
 bart, t5gemma = functools.partial(family, "BART"), functools.partial(family, "T5GEMMA")
+
+
+@functools.cache
+def whisper() -> Models:
+  """Return a Whisper, a draft with an encoder of its own, and prompts of unequal lengths."""
+  config, rng = dataclasses.replace(T5_CONFIG, **tiny.WHISPER), np.random.default_rng(0)
+  params = tiny.params(config, 4, peak=0.9)
+  sources = rng.normal(size=(2, 6, 8, config.emb_dim)).astype(np.float32)
+  tokens, lengths = rng.integers(2, V, (6, 4)), np.array([1, 2, 3, 4, 2, 1])
+  prompts = Encoded(sources[0], tokens.astype(np.int32), lengths.astype(np.int32), sources[1])
+  draft_params = tiny.near(params, 5, 0.2)
+  return Models(WhisperModel(config), DraftWhisper(config), params, draft_params, prompts)
 
 
 @functools.cache
@@ -413,6 +427,8 @@ CASES = {
   "T5Gemma": (t5gemma, model, chain(3), BlockVerifier),
   "T5Gemma, dynamic": (t5gemma, dynamic, DynamicTree(6, 3), TokenVerifier),
   "T5Gemma, conditioned": (t5gemma, learned("conditioned"), RAGGED, TokenVerifier),
+  "Whisper": (whisper, model, RAGGED, TokenVerifier),
+  "Whisper, conditioned": (whisper, learned("conditioned"), chain(3), BlockVerifier),
   "k-seq": (t5, independent, branching(2, 2), KSeqVerifier),
   "paths": (t5, near, RAGGED, PathsVerifier),
   "paths, GPT": (gpt, model, RAGGED, PathsVerifier),
@@ -478,6 +494,10 @@ def test_greedy_output_equals_autoregressive_decoding(case):
   assert (np.asarray(ours.not_finite) == -1).all()
 
 
+def on_device(prompts: Any) -> Any:
+  return jax.tree.map(jnp.asarray, prompts)
+
+
 def with_positions(models: Models, count: int) -> Models:
   """Return the models with a target that has the first `count` of 64 learned positions."""
   config = dataclasses.replace(models.target.config, num_positions=64)
@@ -503,7 +523,16 @@ def endless_outputs(of) -> Any:
 
 
 # Cases that differ in the nodes that the target processes, or in drafts that use its layers.
-AT_THE_END = ["chain", "tree", "tree, GPT", "dynamic", "dynamic, GPT", "paths, GPT", "BART"]
+AT_THE_END = [
+  "chain",
+  "tree",
+  "tree, GPT",
+  "dynamic",
+  "dynamic, GPT",
+  "paths, GPT",
+  "BART",
+  "Whisper",
+]
 AT_THE_END += ["int8, few tokens", "hierarchical, GPT", "other vocabulary", "layers"]
 AT_THE_END += ["early exit", "conditioned"]
 
@@ -517,7 +546,7 @@ def test_texts_end_at_the_last_position(case):
   params, keys = (models.params, draft_params), jax.random.split(jax.random.key(0), 6)
   how = dict(max_new_tokens=LIMIT + 5, verifier=verifier(GREEDY), eos_id=-1)
   ours = speculative_decode(models.target, draft, *params, models.prompts, keys, **how)
-  lengths = LIMIT + 1 - np.asarray(models.target.prompt_tokens(jnp.asarray(models.prompts))[1])
+  lengths = LIMIT + 1 - np.asarray(models.target.prompt_tokens(on_device(models.prompts))[1])
   np.testing.assert_array_equal(ours.lengths, lengths)
   plain = np.asarray(endless_outputs(models_of).tokens)
   for row, length in enumerate(lengths):
@@ -581,19 +610,19 @@ def test_each_text_is_decoded_in_any_slot_as_in_a_batch(case):
   decoder = Decoder(models.target, draft, verifier(sampling))
   params, keys = Params(models.params, draft_params), jax.random.split(jax.random.key(0), 6)
   init = functools.partial(decoder.init, max_new_tokens=LIMIT)
-  if not jax.tree.leaves(
-    jax.eval_shape(init, params, jnp.asarray(models.prompts), keys).draft_state
-  ):
+  if not jax.tree.leaves(jax.eval_shape(init, params, on_device(models.prompts), keys).draft_state):
     return  # without state of the draft, all of the state is that of other cases
   whole = in_batch(case)
-  lengths, limits = (models.prompts != 0).sum(axis=1).tolist(), np.full(6, LIMIT)
+  is_text = not isinstance(models.prompts, Encoded)
+  lengths = (models.prompts != 0).sum(axis=1).tolist() if is_text else [8] * 6
+  limits = np.full(6, LIMIT)
   found = batching.decode_texts(
     decoder,
     params,
     batching.Texts(models.prompts.__getitem__, lengths, keys, limits),
     batch_size=2,
     max_new_tokens=LIMIT,
-    has_encoder=models.target.config.has_encoder,
+    has_encoder=is_text and models.target.config.has_encoder,
   )
   seen = []
   for text, result, row in found:

@@ -21,6 +21,8 @@ import openai
 import pytest
 import tiny_pair
 
+from specdec_jax import batching
+from specdec_jax.batching import Slots, Text
 from specdec_jax.core import generation_config
 from specdec_jax.core.generation_config import GenerationConfig
 from specdec_jax.core.trees import chain
@@ -30,14 +32,12 @@ from specdec_jax.errors import InputError
 from specdec_jax.generate import GenerateCall
 from specdec_jax.serve import app
 from specdec_jax.serve import service as service_module
-from specdec_jax.serve import slots as slots_module
 from specdec_jax.serve.app import Server
 from specdec_jax.serve.completion import Choice
 from specdec_jax.serve.engine import Engine, EngineStopped, Limits
 from specdec_jax.serve.protocol import EXTRA_FIELDS
 from specdec_jax.serve.server import serve
 from specdec_jax.serve.service import Service
-from specdec_jax.serve.slots import Slots, Text
 
 pytestmark = pytest.mark.slow
 
@@ -436,7 +436,7 @@ def test_programs_of_default_settings_are_compiled_by_the_warm_up():
   assert service.name == f"{tiny_pair.folder().name}/target"
   service.warm_up()
   names = "jitted_prefill", "_fill", "_run_rounds", "jitted_result"
-  programs = [getattr(slots_module, name) for name in names]
+  programs = [getattr(batching, name) for name in names]
   num_compiled = [program._cache_size() for program in programs]
   decoder = service.call(GenerationConfig()).decoder()
   done = threading.Semaphore(0)
@@ -532,7 +532,7 @@ def test_offsets_are_those_of_the_characters_of_tokens(size):
   for end in [*range(size, len(tokens), size), len(tokens)]:
     rows = np.ones((end, 1), np.int32)
     rounds = Rounds(np.zeros((end, 1, 0), np.int32), 0 * rows, rows, rows)
-    logprobs = np.stack([-np.arange(end)] * 2, axis=-1)[None]
+    logprobs = np.stack([-np.arange(end)] * 3, axis=-1)[None]
     result = DecodeResult(
       np.array([tokens[:end]]), np.array([end]), rounds, end, -rows[:1, 0], logprobs
     )

@@ -53,6 +53,14 @@ BART = dict(
   biases=True,
   num_positions=64,
 )
+WHISPER = dict(
+  gated=False,
+  activation="gelu_exact",
+  biases=True,
+  num_positions=64,
+  num_mels=6,
+  source_positions=8,
+)
 T5GEMMA = dict(
   num_heads=4,
   num_kv_heads=2,

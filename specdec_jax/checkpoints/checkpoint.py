@@ -22,6 +22,7 @@ from specdec_jax.data.vocabularies import find_vocabulary, open_vocabulary_of_mo
 from specdec_jax.data.vocabulary import ModelTokens, Vocabulary
 from specdec_jax.errors import InputError
 from specdec_jax.models.families import for_decoding, init_params
+from specdec_jax.models.whisper import SpeechTokens
 
 # A tree of `Sharding` with the structure of the parameters, or a function that returns it, given
 # their shapes and, if it has a parameter `config`, the configuration of the model.
@@ -57,6 +58,7 @@ class Checkpoint:
       record the size of the vocabulary, vocab_size is the number of rows of the embedding table.
     arrays: arrays by parameter name, such as `encoder/layers_0/attention/query/kernel`.
     vocabulary: fingerprint of the vocabulary that the model was trained with, if recorded.
+    speech: tokens of prompts, for a Whisper; otherwise None.
     folder: folder of the files, or an old T5X checkpoint's single file; None for a model in memory.
   """
 
@@ -66,6 +68,7 @@ class Checkpoint:
   vocabulary: str | None = None
   eos_ids: tuple[int, ...] = ()
   generation: Generation = Generation()
+  speech: SpeechTokens | None = None
   folder: str | None = None
 
   @property

@@ -13,7 +13,7 @@ from flax import traverse_util
 
 from specdec_jax.checkpoints import files
 from specdec_jax.checkpoints.checkpoint import Checkpoint, Generation
-from specdec_jax.checkpoints.families import FAMILIES
+from specdec_jax.checkpoints.families import FAMILIES, whisper
 from specdec_jax.checkpoints.families.mapping import read_eos_ids, require_known
 from specdec_jax.checkpoints.formats import Leaf, read_safetensors
 from specdec_jax.core.generation_config import SETTINGS
@@ -71,9 +71,15 @@ def open_state(
   fields = {"model_type": None, **fields}
   require_known(path, fields, model_type=tuple(FAMILIES))
   family = FAMILIES[fields["model_type"]]
+  speech = None
+  if family is whisper:  # its settings of prompts are no settings of `generate` here
+    named = {**fields, **(generation or {})}
+    generation = {k: x for k, x in (generation or {}).items() if k not in whisper.SPEECH}
   settings = generation_of(fields, generation)
   fields |= {name: x for name in _OF_TEXTS if (x := (generation or {}).get(name)) is not None}
   config = family.config(path, fields)
+  if family is whisper:
+    speech = whisper.tokens(named | {"decoder_start_token_id": config.start_id})
   names = family.names(config)
   arrays: dict[str, Any] = {}
   for key, array in state.items():
@@ -92,7 +98,7 @@ def open_state(
   if fields.get("eos_token_id") is None:  # T5Gemma may name it for the decoder only
     fields = fields.get("decoder") or {}
   eos_ids = read_eos_ids(fields, config.eos_id)
-  return Checkpoint(path, config, leaves, eos_ids=eos_ids, generation=settings)
+  return Checkpoint(path, config, leaves, eos_ids=eos_ids, generation=settings, speech=speech)
 
 
 def read_arrays(folder: str) -> dict[str, Any]:

@@ -3,8 +3,10 @@
 Axis letters are those of `core.types`.
 """
 
+import dataclasses
 from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
@@ -14,11 +16,40 @@ from specdec_jax.core.arrays import Keys, gather, gather_one, place_tokens
 from specdec_jax.core.trees import AnyTree, chain
 
 
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Encoded:
+  """Prompts of a model whose sources are not texts, such as Whisper: encoded sources.
+
+  An index selects rows, as in an array of prompts.
+
+  Attributes:
+    source: outputs of the target's encoder.
+    tokens: tokens that the texts begin with, padded at the end.
+    length: number of these tokens.
+    draft_source: outputs of the encoder of a draft that has its own.
+  """
+
+  source: Float[Array, "B S E"]
+  tokens: Int[Array, "B C"]
+  length: Int[Array, " B"]
+  draft_source: Float[Array, "B S F"] | None = None
+
+  def __len__(self) -> int:
+    return len(self.tokens)
+
+  def __getitem__(self, rows: Any) -> "Encoded":
+    return jax.tree.map(lambda x: x[rows], self)
+
+
+Prompt = Any  # Int[Array, "B P"], or Encoded
+
+
 class Context(NamedTuple):
   """Inputs of a draft.
 
   Attributes:
-    prompt: padded prompts.
+    prompt: padded prompts; of `Encoded` prompts their tokens, except when the draft is initialized.
     tokens: committed tokens; slots from `length` on are unused.
     length: number of committed tokens of each row.
     target_cache: cache of the target, which holds length - 1 tokens.
@@ -29,7 +60,7 @@ class Context(NamedTuple):
     rng: key of each row, from which `core.sampling.position_keys` derives those of its positions.
   """
 
-  prompt: Int[Array, "B P"]
+  prompt: Any
   tokens: Int[Array, "B T"]
   length: Int[Array, " B"]
   target_cache: Any

@@ -28,7 +28,7 @@ from specdec_jax.core.arrays import (
   repeat_rows,
   split_rows,
 )
-from specdec_jax.core.context import Context, node_prefixes
+from specdec_jax.core.context import Context, Encoded, Prompt, node_prefixes
 from specdec_jax.core.memory import require_memory
 from specdec_jax.core.processors import Processors, process
 from specdec_jax.core.sampling import Sampling, distribution, position_keys, split_keys
@@ -80,7 +80,7 @@ class DecodeState(NamedTuple):
   rounds: Int[Array, "B slots numbers"]
   num_rounds: Int[Array, " B"]
   not_finite: Int[Array, " B"]
-  log_probs: Float[Array, "B T 2"] | None = None
+  log_probs: Float[Array, "B T 3"] | None = None
 
   @property
   def context(self) -> Context:
@@ -146,7 +146,7 @@ class Decoder(Settings):
   def run(
     self,
     params: Params,
-    prompt: Int[Array, "B P"],
+    prompt: Prompt,
     rng: Key[Array, "*batch"] | Array,
     *,
     max_new_tokens: int,
@@ -236,7 +236,7 @@ class Decoder(Settings):
   def init(
     self,
     params: Params,
-    prompt: Int[Array, "B P"],
+    prompt: Prompt,
     rng: Key[Array, "*batch"] | Array,
     max_new_tokens: int,
     limit: Int[AnyArray, "*rows"] | int | None = None,
@@ -258,6 +258,8 @@ class Decoder(Settings):
     last_hidden = gather_or_zero(hidden, length - 2)
     context = Context(prompt, tokens, length, cache, last_hidden)
     draft_state = self.draft.init(params.draft, context, hidden)
+    if isinstance(prompt, Encoded):  # both models have read the sources
+      context = context._replace(prompt=prompt.tokens)
     if num_samples > 1:
       context, draft_state = repeat_rows((context, draft_state), num_samples)
     length = context.length
@@ -275,7 +277,7 @@ class Decoder(Settings):
       rounds=empty_rounds(tree, max_new_tokens, batch),
       num_rounds=jnp.zeros(batch, jnp.int32),
       not_finite=jnp.full(batch, -1, jnp.int32),
-      log_probs=jnp.zeros((batch, num_slots, 2), jnp.float32) if self.records_log_probs else None,
+      log_probs=jnp.zeros((batch, num_slots, 3), jnp.float32) if self.records_log_probs else None,
     )
     # One round needs logits of the target at every node, and q of every draft token.
     num_distributions = tree.num_nodes + tree.num_draft_tokens
@@ -305,17 +307,18 @@ class Decoder(Settings):
     logits: Float[Array, "B K V"],
     verification: Verification,
     emitted: Int[Array, "B emitted"],
-  ) -> Float[Array, "B emitted 2"]:
+  ) -> Float[Array, "B emitted 3"]:
     # Each token was sampled at the node before it.
     nodes, path = jnp.broadcast_to(jnp.arange(emitted.shape[1]), emitted.shape), verification.path
     if path is not None:
       nodes = jnp.pad(path, ((0, 0), (1, 0)))
 
-    before = jax.nn.log_softmax(gather(model_logits, nodes).astype(jnp.float32))
-    after, sampling = gather(logits, nodes).astype(jnp.float32), self.verifier.sampling
-    p = jax.nn.softmax(after) if sampling.is_argmax else distribution(after, sampling)
+    before, after = (gather(x, nodes).astype(jnp.float32) for x in (model_logits, logits))
+    sampling, processed = self.verifier.sampling, jax.nn.log_softmax(after)
+    sampled = processed if sampling.is_argmax else jnp.log(distribution(after, sampling))
+    all_tokens = jax.nn.log_softmax(before), processed, sampled
     tokens = jnp.maximum(emitted, 0)
-    return jnp.stack([gather_token(before, tokens), jnp.log(gather_token(p, tokens))], axis=-1)
+    return jnp.stack([gather_token(x, tokens) for x in all_tokens], axis=-1)
 
   def _cut(
     self,

@@ -25,7 +25,7 @@ from jax import Array
 from jaxtyping import Float, Int, Key
 
 from specdec_jax.core.arrays import Keys
-from specdec_jax.core.context import Context
+from specdec_jax.core.context import Context, Prompt
 from specdec_jax.core.processors import Processors
 from specdec_jax.core.sampling import Sampling
 from specdec_jax.core.settings import Settings
@@ -70,15 +70,16 @@ class Model(Protocol):
   @property
   def eos_id(self) -> int: ...
 
-  def prompt_tokens(self, prompt: Int[Array, "B P"]) -> tuple[Int[Array, "B C"], Int[Array, " B"]]:
+  def prompt_tokens(self, prompt: Prompt) -> tuple[Int[Array, "B C"], Int[Array, " B"]]:
     """Return the tokens committed before the first round, and their number in each row.
 
     For T5, this is the start token; for a decoder-only model, the start token (if it has one) and
-    the prompt without EOS. A row of `prompt` is a result of `Vocabulary.encode`, padded.
+    the prompt without EOS. A row of `prompt` is a result of `Vocabulary.encode`, padded. Sources
+    that are not texts are `Encoded`.
     """
 
   def prefill(
-    self, params: Any, prompt: Int[Array, "B P"], num_slots: int
+    self, params: Any, prompt: Prompt, num_slots: int
   ) -> tuple[Float[Array, "B C E"], Any]:
     """Process the prompt.
 
@@ -132,11 +133,11 @@ class WrappedModel:
   def eos_id(self) -> int:
     return self.model.eos_id
 
-  def prompt_tokens(self, prompt: Int[Array, "B P"]) -> tuple[Int[Array, "B C"], Int[Array, " B"]]:
+  def prompt_tokens(self, prompt: Prompt) -> tuple[Int[Array, "B C"], Int[Array, " B"]]:
     return self.model.prompt_tokens(prompt)
 
   def prefill(
-    self, params: Any, prompt: Int[Array, "B P"], num_slots: int
+    self, params: Any, prompt: Prompt, num_slots: int
   ) -> tuple[Float[Array, "B C E"], Any]:
     return self.model.prefill(params, prompt, num_slots)
 
@@ -371,8 +372,9 @@ class DecodeResult(NamedTuple):
     num_rounds: number of rounds until the last row ended; each has one target forward pass.
     not_finite: index of the first new token that could not be decoded, because the target's logits
       had NaN, +inf or no finite value, or q was not finite; -1 if none. The row ends before it.
-    log_probs: the target's log-probability of each new token in nats, before ([..., 0]) and after
-      ([..., 1]) processors and sampling method (if argmax, processors only). None if not recorded.
+    log_probs: the target's log-probabilities of each new token in nats: [..., 0] before processors,
+      [..., 1] after them, and [..., 2] after the sampling method too, if it is not argmax. None if
+      not recorded.
   """
 
   tokens: Int[Array, "B T"]
@@ -380,7 +382,7 @@ class DecodeResult(NamedTuple):
   rounds: Rounds
   num_rounds: Int[Array, ""]
   not_finite: Int[Array, " B"]
-  log_probs: Float[Array, "B T 2"] | None = None
+  log_probs: Float[Array, "B T 3"] | None = None
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -395,6 +397,7 @@ class Loaded:
     generation: generation settings of the checkpoint, fields of `GenerationConfig`.
     tasks: `task_specific_params` of the checkpoint: for each task, its generation settings and the
       `prefix` of its sources.
+    speech: tokens of prompts, if the target is a Whisper (`models.whisper.SpeechTokens`).
   """
 
   name: str
@@ -404,6 +407,7 @@ class Loaded:
   path: str | None = None
   generation: Mapping[str, Any] = dataclasses.field(default_factory=dict)
   tasks: Mapping[str, Mapping[str, Any]] = dataclasses.field(default_factory=dict)
+  speech: Any = None
 
 
 class BuildDraft(Protocol):
@@ -425,6 +429,7 @@ class DraftSpec:
     path: checkpoint, for records; None if there is none, or several.
     features: decoder layers of the target whose outputs the draft reads as the target's hidden
       states; by default, it reads the states after the final norm, or none.
+    encoder: model whose encoder reads speech for the draft; None if it reads the target's encoding.
   """
 
   name: str
@@ -432,6 +437,7 @@ class DraftSpec:
   params: Any = ()
   path: str | None = None
   features: tuple[int, ...] = ()
+  encoder: Any = None
 
 
 LoadsDraft = Callable[[Loaded], DraftSpec]

@@ -115,12 +115,16 @@ class TransformerConfig:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class T5Config(TransformerConfig):
-  """Configuration of an encoder-decoder: T5 (Raffel et al., 2020), T5Gemma or a model like BART.
+  """Configuration of an encoder-decoder: T5 (Raffel et al., 2020), T5Gemma, BART or Whisper.
 
   Attributes:
     encoder_sizes: (emb_dim, num_heads, num_kv_heads, head_dim, mlp_dim) of the encoder, if they
       differ from those of the decoder.
     encoder_embeddings: whether the encoder has its own table of token embeddings.
+    num_mels: M, the number of features of each frame of a source, if sources are speech (Whisper);
+      None for sources that are tokens.
+    source_positions: number of absolute positions of the encoder, if it differs from that of the
+      decoder.
   """
 
   has_encoder: ClassVar[bool] = True
@@ -130,6 +134,8 @@ class T5Config(TransformerConfig):
   start_id: int = 0
   encoder_sizes: tuple[int, int, int, int, int] | None = None
   encoder_embeddings: bool = False
+  num_mels: int | None = None
+  source_positions: int | None = None
 
   def __post_init__(self):
     super().__post_init__()
@@ -139,11 +145,11 @@ class T5Config(TransformerConfig):
   @property
   def encoder(self) -> "T5Config":
     """Configuration with the sizes of the encoder."""
-    if self.encoder_sizes is None:
-      return self
     names = "emb_dim", "num_heads", "num_kv_heads", "head_dim", "mlp_dim"
-    sizes: dict[str, Any] = dict(zip(names, self.encoder_sizes, strict=True))
-    return dataclasses.replace(self, **sizes, encoder_sizes=None)
+    sizes: dict[str, Any] = dict(zip(names, self.encoder_sizes or ()))
+    if self.source_positions is not None:
+      sizes["num_positions"] = self.source_positions
+    return dataclasses.replace(self, **sizes, encoder_sizes=None) if sizes else self
 
   @property
   def logits_divisor(self) -> float:

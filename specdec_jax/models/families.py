@@ -1,4 +1,4 @@
-"""Flax modules, models, parameters and fused layouts of T5 and decoder-only models."""
+"""Flax modules, models, parameters and fused layouts of all families."""
 
 import dataclasses
 from collections.abc import Callable
@@ -13,18 +13,21 @@ from specdec_jax.errors import InputError
 from specdec_jax.models.config import GPTConfig, T5Config
 from specdec_jax.models.gpt import GPT, GPTModel
 from specdec_jax.models.t5 import T5, T5Model
+from specdec_jax.models.whisper import WhisperModel
 
 Config = T5Config | GPTConfig
 
 
 def module_of(config: Config) -> T5 | GPT:
   """Return the Flax module of a model. It maps (source, inputs) to teacher-forced logits."""
-  return T5(config) if isinstance(config, T5Config) else GPT(config)
+  return model_of(config).module_type(config)
 
 
 def model_of(config: Config) -> T5Model | GPTModel:
   """Return the model of a configuration, which implements the `Model` contract."""
-  return T5Model(config) if isinstance(config, T5Config) else GPTModel(config)
+  if isinstance(config, GPTConfig):
+    return GPTModel(config)
+  return T5Model(config) if config.num_mels is None else WhisperModel(config)
 
 
 def config_of(model: Model) -> Config | None:
@@ -59,8 +62,10 @@ def init_params(config: Any, rng: Key[Array, ""]) -> Any:
   """
   if not isinstance(config, T5Config | GPTConfig):
     return config.init(rng)
-  tokens = jnp.zeros((1, 1), jnp.int32)
-  return module_of(config).init(rng, tokens, tokens)["params"]
+  tokens = source = jnp.zeros((1, 1), jnp.int32)
+  if isinstance(config, T5Config) and config.num_mels is not None:
+    source = jnp.zeros((1, 2, config.num_mels))
+  return module_of(config).init(rng, source, tokens)["params"]
 
 
 def for_decoding(

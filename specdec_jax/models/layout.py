@@ -23,6 +23,8 @@ from specdec_jax.models.quantization import MAX_QUANTIZED, column_scales, num_gr
 
 MASKED = -1e10  # added to attention logits; exp(MASKED) is exactly 0 in float32 and bfloat16
 
+_PART = 256  # number of queries that attend at a time on a CPU
+
 Weights = Literal["float", "stored", "int8", "int4"]
 
 
@@ -181,6 +183,8 @@ class Layout:
       dropout: applied to the attention weights, except with kernels 'skinny'.
     """
     batch, heads, block, dim = queries.shape
+    if self.kernels == "skinny" and block > _PART:
+      return _attend_in_parts(queries, keys, values, bias, cap)
     if self.kernels == "skinny":
       mixed = skinny.attend(queries.swapaxes(1, 2), keys, values, bias, MASKED, cap)
       return mixed.reshape(batch, block, -1)
@@ -252,6 +256,39 @@ def matmul(x: Float[Array, "*batch E"], kernel: Float[Array, "E F"]) -> Float[Ar
 def soft_cap(logits: Float[Array, "*shape"], cap: float | None) -> Float[Array, "*shape"]:
   """Return logits that are limited to (-cap, cap); unchanged if `cap` is None."""
   return logits if cap is None else cap * jnp.tanh(logits / cap)
+
+
+def _attend_in_parts(
+  queries: Float[Array, "B H K D"],
+  keys: Float[Array, "B G T D"],
+  values: Float[Array, "B G T D"],
+  bias: Float[Array, "#B #H #K T"],
+  cap: float | None,
+) -> Float[Array, "B K HD"]:
+  """Attend as `Layout.attend` does, from _PART queries at a time, whose logits stay in a cache."""
+  batch, heads, block, dim = queries.shape
+  parts = -(-block // _PART)
+
+  def split(x: Float[Array, "b h K X"]) -> Float[Array, "parts b h part X"]:
+    x = jnp.pad(x, ((0, 0), (0, 0), (0, parts * _PART - block), (0, 0)))
+    return jnp.moveaxis(x.reshape(*x.shape[:2], parts, _PART, x.shape[3]), 2, 0)
+
+  def attend(part: tuple[Array, Array | None]) -> Float[Array, "B H part D"]:
+    queries, own_bias = part
+    grouped = queries.reshape(batch, keys.shape[1], -1, dim)
+    logits = jnp.einsum("bgqd,bgtd->bgqt", grouped, keys).reshape(batch, heads, _PART, -1)
+    logits = soft_cap(logits, cap) + (bias if own_bias is None else own_bias)
+    weights = jnp.exp(logits - logits.max(axis=-1, keepdims=True))
+    mixed = jnp.einsum("bgqt,bgtd->bgqd", weights.reshape(*grouped.shape[:3], -1), values)
+    return mixed.reshape(queries.shape) / weights.sum(axis=-1, keepdims=True)
+
+  mixed = lax.map(attend, (split(queries), None if bias.shape[2] == 1 else split(bias)))
+  return (
+    jnp.moveaxis(mixed, 0, 2)
+    .reshape(batch, heads, -1, dim)[:, :, :block]
+    .swapaxes(1, 2)
+    .reshape(batch, block, -1)
+  )
 
 
 def _grouped_matmul(

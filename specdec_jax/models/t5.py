@@ -9,7 +9,7 @@ from typing import Any
 import jax.numpy as jnp
 from flax import linen as nn
 from jax import Array
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Bool, Float, Int, Shaped
 
 from specdec_jax.models.config import T5Config
 from specdec_jax.models.decoder import DecoderStack, KeysValues, empty_slots
@@ -127,7 +127,7 @@ class T5(Transformer):
     self.decoder = DecoderStack(cfg, self.feature_layers)
 
   def __call__(
-    self, source: Int[Array, "B S"], inputs: Int[Array, "B K"], deterministic: bool = True
+    self, source: Shaped[Array, "B S *mels"], inputs: Int[Array, "B K"], deterministic: bool = True
   ) -> Float[Array, "B K V"]:
     """Return teacher-forced logits. The inputs are the targets, shifted right by one position."""
     cross, cross_bias = self.encode(source, deterministic)
@@ -177,12 +177,7 @@ class T5Model(TransformerModel):
     self, params: Any, prompt: Int[Array, "B P"], num_slots: int
   ) -> tuple[Float[Array, "B C E"], Cache]:
     batch, config = len(prompt), self.config
-    cross, cross_bias = T5(config).apply({"params": params}, prompt, method=T5.encode)
-    cache = Cache(
-      length=jnp.zeros(batch, jnp.int32),
-      layers=empty_slots(config, batch, num_slots),
-      cross=cross,
-      cross_bias=cross_bias,
-    )
+    cross = T5(config).apply({"params": params}, prompt, method=T5.encode)
+    cache = Cache(jnp.zeros(batch, jnp.int32), empty_slots(config, batch, num_slots), *cross)
     width = config.emb_dim * max(1, len(self.feature_layers))
     return jnp.zeros((batch, 1, width), config.layout.activations), cache

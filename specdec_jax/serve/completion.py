@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 from starlette.responses import JSONResponse, Response
 
+from specdec_jax.batching import Text
 from specdec_jax.core.counts import require_finite
 from specdec_jax.core.types import DecodeResult
 from specdec_jax.data.vocabulary import padded
@@ -31,7 +32,6 @@ from specdec_jax.generate import (
 from specdec_jax.serve.engine import EngineStopped
 from specdec_jax.serve.protocol import CompletionRequest, RequestError, input_errors
 from specdec_jax.serve.service import Service
-from specdec_jax.serve.slots import Text
 
 _LOG = logging.getLogger("specdec_jax")
 _LOWEST = -9999.0  # replaces -inf, the logarithm of 0, which JSON cannot represent

@@ -5,9 +5,9 @@ import queue
 import threading
 from collections.abc import Callable, Sequence
 
+from specdec_jax.batching import Slots, Text
 from specdec_jax.core.decode import Decoder
 from specdec_jax.errors import InputError, require_count
-from specdec_jax.serve.slots import Slots, Text
 
 _MAX_ROUNDS = 4  # rounds per step if no text of a group needs the result of each round
 _SECONDS_TO_STOP = 5.0

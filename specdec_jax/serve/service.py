@@ -12,14 +12,13 @@ from collections.abc import Iterable, Sequence
 import jax
 import jax.numpy as jnp
 
-from specdec_jax.batching import size_of_sources
+from specdec_jax.batching import Slots, Text, size_of_sources, token_prompts
 from specdec_jax.core.decode import Decoder
 from specdec_jax.core.generation_config import GenerationConfig
 from specdec_jax.core.trees import Tree, chain
 from specdec_jax.generate import GenerateCall, generation_config
 from specdec_jax.pair import Pair
 from specdec_jax.serve.engine import Engine, Limits
-from specdec_jax.serve.slots import Slots, Text
 
 _LOG = logging.getLogger("specdec_jax")
 _SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)  # of the buckets
@@ -137,12 +136,7 @@ class Service:
 
   def _new_slots(self, decoder: Decoder) -> Slots:
     pair, limits = self.pair, self.limits
-    return Slots(
-      decoder,
-      pair.params,
-      limits.batch_size,
-      pair.max_source_tokens,
-      limits.max_new_tokens,
-      pair.vocabulary.pad_id,
-      has_encoder=not pair.continues,
+    prompts = token_prompts(
+      pair.max_source_tokens, pair.vocabulary.pad_id, has_encoder=not pair.continues
     )
+    return Slots(decoder, pair.params, limits.batch_size, limits.max_new_tokens, prompts)
