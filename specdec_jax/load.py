@@ -36,7 +36,7 @@ from specdec_jax.errors import InputError, require_count
 from specdec_jax.models.config import T5Config
 from specdec_jax.models.families import Config, config_of, model_of
 from specdec_jax.models.layout import Layout, Weights, for_device
-from specdec_jax.models.whisper import DraftWhisper, WhisperModel, has_encoder_of
+from specdec_jax.models.whisper import DraftWhisper, WhisperModel, has_encoder_of, without_encoder
 from specdec_jax.pair import Pair
 from specdec_jax.xla import default_cache_dir, enable_compile_cache
 
@@ -205,7 +205,7 @@ def checkpoint_draft(
   encoder = None
   if isinstance(drafting, WhisperModel):
     if has_encoder_of(params, target.params):
-      params = {name: params[name] for name in ("token_embedder", "decoder")}
+      params = without_encoder(params)
     else:
       encoder, drafting = drafting, DraftWhisper(config)
   build = functools.partial(model_draft, drafting)

@@ -140,10 +140,17 @@ class DraftWhisper(WhisperModel):
     return super().prefill(params, own, num_slots)
 
 
+_ENCODER = "conv1", "conv2", "encoder"
+
+
+def without_encoder(params: Any) -> Any:
+  """Return the parameters of a Whisper that decode encoded sources."""
+  return {name: x for name, x in params.items() if name not in _ENCODER}
+
+
 def has_encoder_of(params: Any, target_params: Any) -> bool:
   """Return whether the parameters of a Whisper have the encoder of a target."""
-  names = "conv1", "conv2", "encoder"
-  own, other = ({name: tree.get(name) for name in names} for tree in (params, target_params))
+  own, other = ({name: tree.get(name) for name in _ENCODER} for tree in (params, target_params))
   same_shapes = jax.tree.map(jnp.shape, own) == jax.tree.map(jnp.shape, other)
   return same_shapes and all(
     jnp.array_equal(*pair) for pair in zip(*map(jax.tree.leaves, (own, other)))
