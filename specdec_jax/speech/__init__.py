@@ -1,0 +1,1 @@
+"""Speech recognition: audio files and their spectrograms."""
