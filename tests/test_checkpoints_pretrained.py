@@ -380,7 +380,7 @@ def test_generation_config_overrides_the_config(folder):
 
 
 NEUTRAL = dict(num_beams=1, no_repeat_ngram_size=0, repetition_penalty=1.0, min_length=0)
-NEUTRAL |= dict(suppress_tokens=[], forced_bos_token_id=None, length_penalty=0.6, top_k=10)
+NEUTRAL |= dict(begin_suppress_tokens=[], forced_bos_token_id=None, length_penalty=0.6, top_k=10)
 NEUTRAL |= dict(do_sample=False, max_length=20, temperature=0.5)
 
 
@@ -470,6 +470,24 @@ MERGED = {
     dict(num_beams=4, length_penalty=0.0, forced_eos_token_id=1),
     dict(min_length=4),
     [[5, 32, 41, 2, 1], [5, 31, 48, 1]],
+  ),
+  "begin_suppress_tokens": (
+    BIAS | dict(begin_suppress_tokens=[32, 55, 31]),
+    {},
+    dict(num_beams=4),
+    [[46, 7, 37, 32, 41, 19, 44, 13, 4, 32], [19, 4, 19, 44, 13, 4, 19, 44, 1]],
+  ),
+  "begin_suppress_tokens after a forced token": (
+    BIAS | dict(forced_bos_token_id=32, begin_suppress_tokens=[32, 41]),
+    {},
+    {},
+    [[32, 24, 24, 19, 44, 13, 6, 39, 36, 32], [32, 24, 19, 44, 1]],
+  ),
+  "begin_suppress_tokens after forced tokens": (
+    BIAS | dict(forced_bos_token_id=5, begin_suppress_tokens=[41]),
+    {},
+    dict(decoder_input_ids=[[0, 32], [0, 32]]),
+    [[24, 24, 19, 44, 13, 6, 39, 36, 32, 30], [24, 19, 44, 1]],
   ),
 }
 
@@ -623,7 +641,6 @@ def test_token_ids_of_a_model_in_memory(folder):
         num_assistant_tokens=5,
         bos_token_id=3,
         guidance_scale=1.0,
-        begin_suppress_tokens=[],
         top_h=0.5,
       ),
       None,
@@ -653,7 +670,7 @@ def test_settings_of_a_file_that_are_not_supported_are_named(t5_and_words, file,
     ("Bart", dict(force_bos_token_to_be_generated=True)),
     ("Bart", dict(force_bos_token_to_be_generated=True, bos_token_id=5, num_beams=4)),
     ("Bart", dict(force_bos_token_to_be_generated=False, forced_bos_token_id=6)),
-    ("Bart", dict(forced_eos_token_id=None, min_length=5)),
+    ("Bart", dict(forced_eos_token_id=None, begin_suppress_tokens=[5])),
     ("MBart", {}),
     ("Pegasus", dict(length_penalty=0.8, num_beams=8)),
     ("Marian", dict(bad_words_ids=[[58100]], max_length=512)),

@@ -30,6 +30,7 @@ from specdec_jax.core.processors import (
   NoRepeatNgram,
   RepetitionPenalty,
   SequenceBias,
+  SuppressAtBegin,
   TrieConstraint,
   process,
 )
@@ -141,6 +142,10 @@ PROCESSORS = {
     biased({(2, 1): -math.inf, (0, 2): -math.inf}),
   ),
   "suppress_tokens": (SequenceBias.excluding([(2,)]), without(2, lambda text: True)),
+  "begin_suppress_tokens": (
+    SuppressAtBegin(ids(2)),
+    without(2, lambda text: len(text) == PROMPT_LENGTH),
+  ),
   "sequence_bias": (SequenceBias.of(BIASES), biased(BIASES)),
   "min_length": (MinLength(4, 0, ids(EOS)), without(EOS, lambda text: len(text) < 4)),
   "min_new_tokens": (
@@ -334,7 +339,12 @@ def test_processor_equals_its_reference(name):
 COMBINATIONS = [
   dict(repetition_penalty=1.6, min_new_tokens=6, bad_words_ids=[[5, 6], [7]]),
   dict(no_repeat_ngram_size=2, encoder_repetition_penalty=1.4, min_length=9),
-  dict(encoder_no_repeat_ngram_size=2, suppress_tokens=[4, 8], forced_eos_token_id=1),
+  dict(
+    encoder_no_repeat_ngram_size=2,
+    suppress_tokens=[4, 8],
+    begin_suppress_tokens=[32],
+    forced_eos_token_id=1,
+  ),
 ]
 
 
@@ -439,6 +449,7 @@ def test_values_of_settings_are_arguments_of_the_program():
     (dict(no_repeat_ngram_size=-1), "no_repeat_ngram_size is -1"),
     (dict(bad_words_ids=[[]]), "bad_words_ids has the sequence []"),
     (dict(suppress_tokens=[-1]), "suppress_tokens has the sequence"),
+    (dict(begin_suppress_tokens=[3.5]), "begin_suppress_tokens has the sequence [3.5]"),
     (dict(sequence_bias={(999999,): 1.0}), "sequence_bias has the sequence"),
     (dict(min_p=1.5), "min_p is 1.5"),
     (dict(typical_p=0.0), "typical_p is 0.0"),

@@ -32,8 +32,8 @@ _FORCED_EOS = {"bart": 2, "mbart": 2, "pegasus": 1, "marian": 0}  # defaults of 
 # Settings of `generate` that are not supported; config.json may have them next to other fields.
 _UNSUPPORTED = (
   *("num_beam_groups", "diversity_penalty", "constraints", "force_words_ids", "penalty_alpha"),
-  *("guidance_scale", "exponential_decay_length_penalty", "begin_suppress_tokens", "max_time"),
-  *("forced_decoder_ids", "watermarking_config", "token_healing", "dola_layers", "top_h"),
+  *("guidance_scale", "exponential_decay_length_penalty", "max_time", "forced_decoder_ids"),
+  *("watermarking_config", "token_healing", "dola_layers", "top_h"),
 )
 # Fields of generation_config.json that do not change outputs, or that are read elsewhere.
 _IGNORED = re.compile(

@@ -21,6 +21,7 @@ from specdec_jax.core.processors import (
   Renormalize,
   RepetitionPenalty,
   SequenceBias,
+  SuppressAtBegin,
 )
 from specdec_jax.core.sampling import Sampling
 from specdec_jax.core.settings import HashableArray
@@ -31,7 +32,8 @@ DEFAULT_NEW_TOKENS = 128
 PROCESSORS = (
   *("sequence_bias", "encoder_repetition_penalty", "repetition_penalty", "no_repeat_ngram_size"),
   *("encoder_no_repeat_ngram_size", "bad_words_ids", "min_length", "min_new_tokens"),
-  *("forced_bos_token_id", "forced_eos_token_id", "suppress_tokens", "logits_processor"),
+  *("forced_bos_token_id", "forced_eos_token_id", "suppress_tokens", "begin_suppress_tokens"),
+  "logits_processor",
 )  # settings of logits processors
 _FOR_BEAMS = "length_penalty", "early_stopping", "diversity_penalty", "renormalize_logits"
 _FOR_SAMPLING = (
@@ -77,6 +79,7 @@ class GenerationConfig:
     sequence_bias: bias of the last token of each sequence (see `SequenceBias`): a mapping from
       tuples of tokens to biases, or a list of (tokens, bias) pairs.
     suppress_tokens: tokens that must not occur.
+    begin_suppress_tokens: tokens that must not be the first of an output; see `SuppressAtBegin`.
     forced_bos_token_id: first token after the start token.
     forced_eos_token_id: last token of an output that reaches its limit, or several to choose from.
     logits_processor: a `LogitsProcessor`, a function (see `FunctionProcessor`) from logits [V],
@@ -112,6 +115,7 @@ class GenerationConfig:
   bad_words_ids: Sequence[Tokens] | None = None
   sequence_bias: Mapping[tuple[int, ...], float] | Sequence[tuple[Tokens, float]] | None = None
   suppress_tokens: Tokens | None = None
+  begin_suppress_tokens: Tokens | None = None
   forced_bos_token_id: int | None = None
   forced_eos_token_id: int | Sequence[int] | None = None
   logits_processor: Callable | LogitsProcessor | Sequence[Callable | LogitsProcessor] | None = None
@@ -264,6 +268,10 @@ class GenerationConfig:
       tokens = [(token,) for token in self.suppress_tokens]
       require_tokens("suppress_tokens", tokens, vocab_size)
       found.append(SequenceBias.excluding(tokens))
+    if self.begin_suppress_tokens:
+      require_tokens("begin_suppress_tokens", [self.begin_suppress_tokens], vocab_size)
+      ids = HashableArray(np.array(self.begin_suppress_tokens, np.int32))
+      found.append(SuppressAtBegin(ids, self.forced_bos_token_id is not None))
     own: Any = () if self.logits_processor is None else self.logits_processor
     for processor in own if isinstance(own, list | tuple) else (own,):
       is_built_in = isinstance(processor, LogitsProcessor)

@@ -180,6 +180,27 @@ class MinLength(LogitsProcessor):
 
 
 @dataclasses.dataclass(frozen=True)
+class SuppressAtBegin(LogitsProcessor):
+  """Exclude tokens as the first generated token (`begin_suppress_tokens`).
+
+  Attributes:
+    after_forced: whether the first token after a start token is forced (`forced_bos_token_id`); the
+      rule then holds for the token after it, as in transformers.
+  """
+
+  tokens: HashableArray = traced(HashableArray(np.zeros(0, np.int32)))
+  after_forced: bool = False
+
+  def __call__(self, logits: Float[Array, "B K V"], prefixes: Prefixes) -> Float[Array, "B K V"]:
+    begin = prefixes.prompt_length
+    if self.after_forced:
+      begin = jnp.where(begin == 1, 2, begin)
+    at_begin = (prefixes.length == begin[:, None])[..., None]
+    excluded = at_begin & _among(self.tokens, logits.shape[-1])[None, None]
+    return jnp.where(excluded, -jnp.inf, logits)
+
+
+@dataclasses.dataclass(frozen=True)
 class ForcedTokens(LogitsProcessor):
   """Allow only certain tokens as the first or as the last token of a text.
 
