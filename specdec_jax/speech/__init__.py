@@ -1,0 +1,1 @@
+"""Transcription of speech with Whisper."""
