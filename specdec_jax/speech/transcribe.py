@@ -1,0 +1,448 @@
+"""Transcription of recordings by speculative decoding, with the windows and settings of Whisper.
+
+A recording is decoded in windows of 30 seconds. With timestamps, a window begins where the last
+whole segment of the one before ends, so that each recording has one row of a batch, and several
+recordings are decoded together (`batching.Slots`).
+"""
+
+import dataclasses
+import functools
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+from jaxtyping import Float
+
+from specdec_jax.batching import Slots, Text
+from specdec_jax.core.context import Encoded
+from specdec_jax.core.counts import require_finite
+from specdec_jax.core.decode import Decoder
+from specdec_jax.core.generation_config import SETTINGS
+from specdec_jax.core.trees import given_tree
+from specdec_jax.core.types import AnyPair, DecodeResult
+from specdec_jax.data.vocabulary import padded
+from specdec_jax.errors import InputError, require_count, require_seed
+from specdec_jax.generate import GenerateCall, Output, generation_config, sample_keys, text_of
+from specdec_jax.models.families import with_feature_layers
+from specdec_jax.models.whisper import WhisperModel
+from specdec_jax.speech import timestamps as times
+from specdec_jax.speech.audio import HOP, SAMPLE_RATE, log_mel, read_audio
+
+_WINDOW = 3000  # frames of a window
+_FRAME = HOP / SAMPLE_RATE  # seconds
+_MAX_ROUNDS = 1 << 20  # of a call: until a window ends
+_REFUSED = {  # settings of transformers and of Whisper's packages, and what would need them
+  **dict.fromkeys(("num_beams", "beam_size", "best_of", "patience", "length_penalty"), "beams"),
+  **dict.fromkeys(("word_timestamps", "return_token_timestamps"), "times of words"),
+  **dict.fromkeys(("vad_filter", "vad_parameters"), "voice activity detection"),
+  **dict.fromkeys(("diarize", "diarization"), "names of speakers"),
+  **dict.fromkeys(("encoder_repetition_penalty", "encoder_no_repeat_ngram_size"), "source tokens"),
+  "num_return_sequences": "several outputs of a window",
+  "stop_strings": "stop strings",
+}
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Transcript:
+  """Transcript of a recording. `str(transcript)` is its text.
+
+  Attributes:
+    segments: parts with their times in seconds; without timestamps, one for each window.
+    texts: text of each segment.
+    language: code of the language, such as 'en'; None for an English-only model.
+    duration: length of the recording in seconds.
+    outputs: output of each window, with its rounds.
+  """
+
+  segments: tuple[times.Segment, ...]
+  texts: tuple[str, ...]
+  language: str | None
+  duration: float
+  outputs: tuple[Output, ...]
+
+  @property
+  def text(self) -> str:
+    """Text of all segments, without spaces at its ends."""
+    return "".join(self.texts).strip()
+
+  def __str__(self) -> str:
+    return self.text
+
+
+def transcribe(pair: AnyPair, audio: Any, **settings: Any) -> Transcript:
+  """Return the transcript of one recording; see `Transcriber` for the settings."""
+  return next(transcripts(pair, [audio], **settings))
+
+
+def transcripts(pair: AnyPair, audio: Iterable[Any], **settings: Any) -> Iterator[Transcript]:
+  """Yield the transcripts of recordings in order; see `Transcriber` for the settings."""
+  names = {field.name for field in dataclasses.fields(Transcriber)} - {"pair", "generation"}
+  own = {name: value for name, value in settings.items() if name in names}
+  rest = {name: value for name, value in settings.items() if name not in names}
+  return Transcriber(pair, generation=rest, **own).run(audio)
+
+
+@dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
+class Transcriber:
+  """Settings of transcriptions, with the names of transformers.
+
+  Tokens are those of transformers 5.24 with the same settings, with or without a draft.
+
+  Attributes:
+    language: code or name of the language, such as 'en' or 'english'; by default that of the files
+      of the target, or else the most probable one of the first window.
+    task: 'transcribe', or 'translate' for a translation to English.
+    timestamps: whether segments have times. By default only recordings of more than 30 seconds
+      have, which need them.
+    initial_prompt: text that precedes each window, with names or in a style that the transcript
+      should have.
+    condition_on_prev_tokens: whether the text of earlier windows precedes a window.
+    temperature: sampling temperature, 0 by default; or several, which are tried one after the other
+      until no threshold asks for another one.
+    compression_ratio_threshold: largest compression ratio of a window's tokens.
+    logprob_threshold: smallest mean log-probability of a window's tokens.
+    no_speech_threshold: probability of no speech above which a window is skipped if its mean
+      log-probability is below `logprob_threshold`.
+    fallback: 'openai' for the temperatures and thresholds of OpenAI's package, where they are not
+      given, and its compression ratio of texts.
+    sample_rate: rate of recordings that are arrays, in Hz.
+    gamma: number of draft tokens per round; 0 for autoregressive decoding.
+    tree: parents of the draft tokens of a tree, instead of a chain.
+    batch_size: number of recordings that are decoded together.
+    seed: seed of all sampling; the keys of a window depend on it, on the number of the recording
+      and on the place of the window.
+    generation: fields of `GenerationConfig`, which take precedence over those of the checkpoint.
+
+  Raises:
+    InputError: the target is no Whisper, or a setting is invalid or not supported.
+  """
+
+  pair: AnyPair = dataclasses.field(kw_only=False)
+  language: str | None = None
+  task: Literal["transcribe", "translate"] | None = None
+  timestamps: bool | None = None
+  initial_prompt: str | None = None
+  condition_on_prev_tokens: bool = False
+  temperature: float | Sequence[float] | None = None
+  compression_ratio_threshold: float | None = None
+  logprob_threshold: float | None = None
+  no_speech_threshold: float | None = None
+  fallback: Literal["openai"] | None = None
+  sample_rate: int = SAMPLE_RATE
+  gamma: int = 5
+  tree: Sequence[int] | None = None
+  batch_size: int = 1
+  seed: int = 0
+  generation: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+
+  def __post_init__(self):
+    require_count("batch_size", self.batch_size)
+    require_seed(self.seed)
+    name, tokens = self.pair.target.name, self.tokens
+    for setting in self.generation:
+      if setting in _REFUSED:
+        raise InputError(f"{setting} is not supported: there are no {_REFUSED[setting]} here.")
+      if setting not in SETTINGS:
+        raise InputError(f"There is no setting {setting}.")
+    if tokens is None:
+      raise InputError(f"{name} does not read speech; give a Whisper as target.")
+    for setting, known in (("task", tokens.tasks), ("language", tokens.languages)):
+      if (value := getattr(self, setting)) not in (None, *known):
+        those = f"it knows {', '.join(known)}" if known else "it is English-only"
+        raise InputError(f"{setting} is {value!r}, which {name} does not know; {those}.")
+    if self.fallback not in (None, "openai"):
+      raise InputError(f"fallback is {self.fallback!r}; give 'openai', or thresholds.")
+    if self.timestamps and tokens.no_timestamps_id is None:
+      raise InputError(f"The files of {name} do not name its timestamps.")
+    if self._prompt_width > 4 and tokens.previous_id is None:
+      raise InputError(f"The files of {name} do not name the token that announces previous text.")
+    assert self._calls  # which checks the other settings
+
+  @property
+  def tokens(self) -> Any:
+    """Tokens of prompts (`SpeechTokens`)."""
+    return self.pair.target.speech
+
+  @functools.cached_property
+  def _fallback(self) -> dict[str, Any]:
+    """Temperature and thresholds, those of `fallback` included."""
+    default = times.OPENAI if self.fallback else {}
+    given = {name: getattr(self, name) for name in times.OPENAI}
+    return {name: default.get(name) if x is None else x for name, x in given.items()}
+
+  @functools.cached_property
+  def _calls(self) -> list[GenerateCall]:
+    """Calls of `generate`, one for each temperature."""
+    given, shape = self._fallback["temperature"], given_tree(self.gamma, self.tree)
+    if shape is None:
+      raise InputError("gamma or tree is 'auto', which is for texts; give numbers.")
+    needs_log_probs = self._fallback["logprob_threshold"] is not None
+    calls = []
+    for temperature in given if isinstance(given, Sequence) else (given,):
+      chosen = {} if temperature is None else {"temperature": temperature}
+      config, _ = generation_config(self.pair, None, {**self.generation, **chosen})
+      calls.append(GenerateCall(self.pair, config, shape, logprobs=needs_log_probs))
+    return calls
+
+  @functools.cached_property
+  def _target(self) -> Any:
+    """The target without the hidden states of layers that a draft reads."""
+    return with_feature_layers(self.pair.target.model, ())
+
+  @functools.cached_property
+  def _initial(self) -> list[int]:
+    """Tokens of `initial_prompt`."""
+    words = f" {self.initial_prompt.strip()}" if self.initial_prompt else ""
+    return self.pair.vocabulary.encode_target(words) if words else []
+
+  @property
+  def _most_before(self) -> int:
+    """Largest number of tokens of previous text."""
+    return self._target.config.num_positions // 2 - 1
+
+  @property
+  def _prompt_width(self) -> int:
+    """Number of tokens of a padded prompt: at most 4, and previous text with its first token."""
+    most = self._most_before
+    before = most if self.condition_on_prev_tokens else min(most, len(self._initial))
+    return 4 + (before + 1 if before else 0)
+
+  @property
+  def _timestamp_begin(self) -> int:
+    """Token of the timestamp 0."""
+    last = self.tokens.no_timestamps_id
+    return self._target.vocab_size + 1 if last is None else last + 1
+
+  def run(
+    self, audio: Iterable[Any], report: Callable[[int, float, float], object] = lambda *_: None
+  ) -> Iterator[Transcript]:
+    """Yield the transcripts of recordings in order.
+
+    Args:
+      audio: paths or bytes of files, or arrays of samples (`audio.read_audio`). One is read when a
+        row of the batch is free.
+      report: function that is called after each window with the number of the recording, its
+        seconds so far, and its duration.
+
+    Raises:
+      InputError: a recording cannot be read, or has more than 30 seconds but must have no
+        timestamps; or there is not enough memory.
+    """
+    waiting = enumerate(audio)
+    slots: dict[tuple[bool, int], Slots] = {}  # by timestamps and attempt
+    active: dict[Text, _Recording] = {}
+    ready: list[_Recording] = []  # for their next window
+    ended: dict[int, Transcript] = {}
+    first = 0  # recording whose transcript is yielded next
+    while True:
+      for index, source in itertools.islice(waiting, self.batch_size - len(ready) - len(active)):
+        ready.append(self._opened(index, source))
+      if not (ready or active):
+        return
+      for key in sorted({(each.timed, each.attempt) for each in ready}):
+        if key not in slots:
+          slots[key] = self._new_slots(*key)
+        chosen = [each for each in ready if (each.timed, each.attempt) == key]
+        texts = {self._text(each, slots[key].decoder): each for each in chosen}
+        slots[key].add([*texts])
+        active |= texts
+      ready.clear()
+      for group in slots.values():
+        for text in group.step(_MAX_ROUNDS) if group.num_free < self.batch_size else ():
+          recording = active.pop(text)
+          goes_on = self._take(recording)
+          report(
+            recording.index, min(recording.seek * _FRAME, recording.duration), recording.duration
+          )
+          if goes_on:
+            ready.append(recording)
+          else:
+            ended[recording.index] = self._transcript(recording)
+      while first in ended:
+        yield ended.pop(first)
+        first += 1
+
+  def _opened(self, index: int, source: Any) -> "_Recording":
+    """Read a recording, and decide on its timestamps and language."""
+    samples, config = read_audio(source, self.sample_rate), self._target.config
+    duration, is_short = len(samples) / SAMPLE_RATE, len(samples) <= _WINDOW * HOP
+    timed = bool(self.timestamps) or not is_short
+    if timed and (self.timestamps is False or self.tokens.no_timestamps_id is None):
+      reason = "timestamps is False" if self.timestamps is False else "the target has none"
+      raise InputError(
+        f"Recording {index} has {duration:.0f} seconds, which need timestamps, and {reason}."
+      )
+    mel = log_mel(samples, config.num_mels, _WINDOW * HOP)
+    prompt = self.tokens.prompt(self.language, self.task, timed)
+    recording = _Recording(index, mel, duration, timed, [], self.condition_on_prev_tokens)
+    if None in prompt:
+      logits = self._logits_after_start(recording)
+      detected = max(self.tokens.languages.values(), key=lambda token: logits[token])
+    recording.prompt = [detected if token is None else token for token in prompt]
+    return recording
+
+  def _logits_after_start(self, recording: "_Recording") -> np.ndarray:
+    """Return the logits [V] after the first token of the transcript of a window."""
+    prompt = self._prompt(recording, [*self._before(recording), self.tokens.start_id])
+    return np.asarray(_last_logits(self._target, self.pair.target.params, prompt))[0]
+
+  def _before(self, recording: "_Recording") -> list[int]:
+    """Return the tokens of previous text, after the token that announces it."""
+    tokens = [*self._initial]
+    for segment in recording.segments if recording.conditions else ():
+      own = segment.tokens.tolist()
+      both_end = len(own) > 2 and own[-2] >= self._timestamp_begin  # of this segment, and the next
+      tokens += own[:-1] if both_end else own
+    return [self.tokens.previous_id, *tokens[-self._most_before :]] if tokens else []
+
+  def _prompt(self, recording: "_Recording", tokens: Sequence[int]) -> Encoded:
+    """Return the prompt of the current window, which is encoded once."""
+    if recording.encoded is None:
+      mel = recording.mel[recording.seek :][:_WINDOW]
+      mel = jnp.asarray(np.pad(mel, ((0, _WINDOW - len(mel)), (0, 0))))[None]
+      pair, own = self.pair, self.pair.draft.encoder
+      source = _encode(self._target, pair.target.params, mel)
+      recording.encoded = source, None if own is None else _encode(own, pair.draft.params, mel)
+    source, of_draft = recording.encoded
+    row = jnp.asarray(padded([tokens], self._prompt_width))
+    return Encoded(source, row, jnp.array([len(tokens)], jnp.int32), of_draft)
+
+  def _text(self, recording: "_Recording", decoder: Decoder) -> Text:
+    """Return the current window of a recording as a text to decode."""
+    tokens = [*self._before(recording), *recording.prompt]
+    config = self._calls[recording.attempt].config
+    limit = most = self._target.config.num_positions - len(tokens)
+    if (config.max_new_tokens, config.max_length) != (None, None):
+      (limit,) = config.new_tokens([len(tokens)])
+    if limit > most:
+      raise InputError(
+        f"{len(tokens)} tokens before the output and {limit} new tokens are too long for "
+        f"{self.pair.target.name}, which has {most + len(tokens)} positions; give max_new_tokens "
+        f"of at most {most}."
+      )
+    (key,) = sample_keys(self.seed, [recording.index], 1)
+    for number in (len(recording.outputs), recording.attempt):
+      key = jax.random.fold_in(key, number)
+    prompt = self._prompt(recording, tokens)
+    return Text(decoder, prompt, key, limit, recording.receive)
+
+  def decoder(self, timed: bool, attempt: int = 0) -> Decoder:
+    """Return the decoder of windows with or without timestamps, for a temperature by its number."""
+    call, tokens = self._calls[attempt], self.tokens
+    if not timed:
+      return call.decoder()
+    rule = times.TimestampRule(tokens.no_timestamps_id, call.eos_ids[0], tokens.max_initial)
+    return call.decoder((rule,))
+
+  def _new_slots(self, timed: bool, attempt: int) -> Slots:
+    config, decoder = self._calls[attempt].config, self.decoder(timed, attempt)
+    most: int = config.max_new_tokens or self._target.config.num_positions
+    return Slots(decoder, self.pair.params, self.batch_size, most, _stacked)
+
+  def _take(self, recording: "_Recording") -> bool:
+    """Take the result of a window; return whether a window or another attempt follows."""
+    call, result = self._calls[recording.attempt], recording.result
+    assert result is not None
+    output = call.output(require_finite(result), 0)
+    tokens = output.tokens
+    again, skip = self._judged(recording, result, tokens)
+    if again and recording.attempt + 1 < len(self._calls):
+      recording.attempt += 1
+      return True
+    recording.outputs.append(output)
+    num_frames = min(_WINDOW, len(recording.mel) - recording.seek)
+    if not skip:
+      ended = len(tokens) and tokens[-1] in call.eos_ids
+      segments, num_frames = times.split(
+        tokens[:-1] if ended else tokens, self._timestamp_begin, recording.seek * _FRAME, num_frames
+      )
+      recording.segments += segments
+    temperature = call.config.sampling().temperature
+    recording.conditions = self.condition_on_prev_tokens and temperature < 0.5
+    recording.seek += num_frames
+    recording.attempt, recording.encoded = 0, None
+    return recording.seek < len(recording.mel)
+
+  def _judged(
+    self, recording: "_Recording", result: DecodeResult, tokens: np.ndarray
+  ) -> tuple[bool, bool]:
+    """Return whether a window needs another temperature, and whether it is skipped."""
+    thresholds = {name: x for name, x in self._fallback.items() if name != "temperature"}
+    ratio = mean = no_speech = 0.0
+    if thresholds["compression_ratio_threshold"] is not None:
+      if self.fallback:
+        ratio = times.text_compression_ratio(self._words(tokens).strip())
+      else:
+        ratio = times.compression_ratio(tokens, self._target.vocab_size)
+    if result.log_probs is not None:
+      mean = float(result.log_probs[0, : len(tokens), 1].mean())
+    if thresholds["no_speech_threshold"] is not None:
+      logits = self._logits_after_start(recording)
+      no_speech = float(jax.nn.softmax(logits)[self._timestamp_begin - 2])
+    return times.needs_fallback(ratio, mean, no_speech, **thresholds)
+
+  def _words(self, tokens: np.ndarray) -> str:
+    return text_of(self.pair, tokens[tokens < self._timestamp_begin])
+
+  def _transcript(self, recording: "_Recording") -> Transcript:
+    codes = {token: code for code, token in self.tokens.languages.items()}
+    language = next((codes[token] for token in recording.prompt if token in codes), None)
+    segments = recording.segments
+    if not recording.timed:
+      segments = [each._replace(end=recording.duration) for each in segments]
+    texts = tuple(self._words(segment.tokens) for segment in segments)
+    return Transcript(
+      tuple(segments), texts, language, recording.duration, tuple(recording.outputs)
+    )
+
+
+@dataclasses.dataclass(eq=False)
+class _Recording:
+  """Recording that is being transcribed.
+
+  Attributes:
+    mel: [F, M], log-mel spectrogram of the whole recording.
+    timed: whether its windows have timestamps.
+    prompt: tokens before the transcript of each window.
+    conditions: whether earlier text precedes the current window.
+    seek: first frame of the current window.
+    attempt: number of temperatures that the current window has been decoded with before.
+    encoded: outputs of the encoders of target and draft for the current window.
+  """
+
+  index: int
+  mel: np.ndarray
+  duration: float
+  timed: bool
+  prompt: list[int]
+  conditions: bool
+  seek: int = 0
+  attempt: int = 0
+  encoded: Any = None
+  segments: list[times.Segment] = dataclasses.field(default_factory=list)
+  outputs: list[Output] = dataclasses.field(default_factory=list)
+  result: DecodeResult | None = None
+
+  def receive(self, result: DecodeResult | Exception, is_last: bool) -> None:
+    """Keep the result of a window so far, as `batching.Text.report`."""
+    assert isinstance(result, DecodeResult)
+    self.result = result
+
+
+def _stacked(rows: Sequence[Encoded]) -> tuple[Encoded, None]:
+  return jax.tree.map(lambda *x: jnp.concatenate(x), *rows), None
+
+
+_encode = jax.jit(WhisperModel.encode, static_argnums=0)
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _last_logits(model: WhisperModel, params: Any, prompt: Encoded) -> Float[Array, "B V"]:
+  """Return the logits of the token after each prompt."""
+  _, cache = model.prefill(params, prompt, prompt.tokens.shape[1] + 1)
+  last = jnp.take_along_axis(prompt.tokens, prompt.length[:, None] - 1, axis=1)
+  return model.extend(params, cache, last)[0][:, 0]
