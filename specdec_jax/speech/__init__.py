@@ -1,5 +1,1 @@
-<<<<<<< HEAD
-"""Speech recognition: audio files and their spectrograms."""
-=======
 """Transcription of speech with Whisper."""
->>>>>>> helper_stamps
