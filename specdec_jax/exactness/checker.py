@@ -40,7 +40,6 @@ from specdec_jax.pair import Pair
 ROUND_TOKENS = 24  # limit of outputs whose rounds are tested; a batch waits for its longest output
 TEXT_TOKENS = 16  # limit of outputs whose tokens are tested
 ENDLESS = -1  # an EOS id that no token has, so that texts do not end
-_FROM_DRAFT = "tokens taken from the draft's distribution"
 
 
 class Setting(NamedTuple):
@@ -294,11 +293,11 @@ def detectable_errors(
   if of_texts:
     drift = functools.reduce(Drift.plus, (x.drifts()["draft"][0] for x in of_texts))
     share = martingale.detectable_shift(drift, level / len(of_texts[0].scores))
-    stages.append("outputs, " + _detected(share, _FROM_DRAFT))
+    stages.append("outputs, " + _detected(share))
   return f"Smallest errors that are detected nine times in ten: {'; '.join(stages)}." * bool(stages)
 
 
-def _detected(share: float, of: str) -> str:
+def _detected(share: float, of: str = "tokens taken from the draft's distribution") -> str:
   return f"{share:.1%} of {of}" if share <= 1 else "none (too few tokens)"
 
 
@@ -353,7 +352,7 @@ def samples_row(scored: Sequence[TextScores], setting: object, level: float) -> 
   details += f" standard deviations; least p of {len(every)} for {worst}"
   share = martingale.detectable_shift(kinds["draft"], level)
   if math.isfinite(share):
-    details += "; detects " + _detected(share, _FROM_DRAFT)
+    details += "; detects " + _detected(share)
   return _p_value("samples", setting, 0.0 if impossible else p_value, level, details)
 
 
