@@ -165,7 +165,7 @@ DRAFTS = {
 _VERIFY = "specdec_jax.core.verify"
 VERIFIERS = {
   "tokens": Entry(f"{_VERIFY}.tokens:TokenVerifier", "Algorithm 1, the default; trees too"),
-  "blocks": Entry(f"{_VERIFY}.blocks:BlockVerifier", "jointly: more tokens when sampling"),
+  "blocks": Entry(f"{_VERIFY}.blocks:BlockVerifier", "joint test: more tokens when sampling"),
   "gumbel": Entry(f"{_VERIFY}.gumbel:GumbelVerifier", "coupled samples: they depend on seeds only"),
   "rejection": Entry(f"{_VERIFY}.rejection:RejectionVerifier", "Appendix A.2, to compare"),
   "typical": Entry(f"{_VERIFY}.lossy:TypicalVerifier", "Medusa's typical acceptance; not exact"),
