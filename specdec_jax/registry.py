@@ -47,7 +47,7 @@ DRAFTS = {
   "model": Entry(_MODEL, "a smaller model of the same task exists"),
   "prompt_lookup": Entry(_PROMPT_LOOKUP, "outputs repeat their sources; nothing to train"),
   "prompt_lookup_to_the_end": Entry(
-    _STOP_AT_MISS, "outputs repeat long parts of their sources", {"draft": "prompt_lookup"}
+    _STOP_AT_MISS, "the same, and many rounds have no match", {"draft": "prompt_lookup"}
   ),
   "aggressive": Entry(
     _STOP_AT_MISS,
@@ -56,7 +56,7 @@ DRAFTS = {
   ),
   "suffix_decoding": Entry(
     _STOP_AT_MISS,
-    "long matches in the text are reliable (suffix decoding)",
+    "outputs repeat long parts of their sources (suffix decoding)",
     {"draft": "prompt_lookup", "max_ngram": 16, "tokens_per_match": 2},
   ),
   "ngrams": Entry(
@@ -75,7 +75,7 @@ DRAFTS = {
   ),
   "layer_skip": Entry(
     "specdec_jax.drafts.layer_skip:layer_skip",
-    "the target is deep and there is no other model",
+    "the target is deep; untrained, slower here than no draft",
     {"layers": (0, 1)},
   ),
   "frequent_tokens": Entry(
@@ -165,17 +165,15 @@ DRAFTS = {
 _VERIFY = "specdec_jax.core.verify"
 VERIFIERS = {
   "tokens": Entry(f"{_VERIFY}.tokens:TokenVerifier", "Algorithm 1, the default; trees too"),
-  "blocks": Entry(f"{_VERIFY}.blocks:BlockVerifier", "more accepted tokens when sampling"),
-  "gumbel": Entry(
-    f"{_VERIFY}.gumbel:GumbelVerifier", "a sample must depend on its seed only, not on the draft"
-  ),
+  "blocks": Entry(f"{_VERIFY}.blocks:BlockVerifier", "joint test: more tokens when sampling"),
+  "gumbel": Entry(f"{_VERIFY}.gumbel:GumbelVerifier", "coupled samples: they depend on seeds only"),
   "rejection": Entry(f"{_VERIFY}.rejection:RejectionVerifier", "Appendix A.2, to compare"),
-  "typical": Entry(f"{_VERIFY}.lossy:TypicalVerifier", "not exact: Medusa's acceptance"),
-  "k_seq": Entry(f"{_SHELF}.k_seq:KSeqVerifier", "SpecTr's rule for siblings"),
+  "typical": Entry(f"{_VERIFY}.lossy:TypicalVerifier", "Medusa's typical acceptance; not exact"),
+  "k_seq": Entry(f"{_SHELF}.k_seq:KSeqVerifier", "SpecTr's K-SEQ, for independent siblings"),
   "merging": Entry(f"{_SHELF}.merging:MergingVerifier", "equal tokens of a forest as one"),
   "paths": Entry(f"{_SHELF}.paths:PathsVerifier", "the paths of a tree as a batch"),
-  "top_beta": Entry(f"{_SHELF}.top_beta:TopBetaVerifier", "not exact: SpecDec's rule"),
-  "rollback": Entry(f"{_SHELF}.bild:RollbackVerifier", "not exact: BiLD's rule"),
+  "top_beta": Entry(f"{_SHELF}.top_beta:TopBetaVerifier", "SpecDec's top-beta; not exact"),
+  "rollback": Entry(f"{_SHELF}.bild:RollbackVerifier", "BiLD's rollback; not exact"),
 }
 
 # Kind of a learned draft head -> its class.

@@ -22,7 +22,7 @@ from test_checkpoints_formats import assert_rejected, hf_tensors, params, write_
 from tokenizers import Tokenizer, models
 
 from specdec_jax.checkpoints import huggingface
-from specdec_jax.checkpoints.families import FAMILIES, bart
+from specdec_jax.checkpoints.families import FAMILIES, bart, t5
 from specdec_jax.checkpoints.huggingface import open_state
 from specdec_jax.checkpoints.load import open_checkpoint
 from specdec_jax.core.decode import Decoder
@@ -772,7 +772,7 @@ def test_models_in_memory_equal_their_checkpoints(t5_and_words):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["t5", "mt5", "umt5", "gpt2", *bart.DEFAULTS])
+@pytest.mark.parametrize("kind", [*t5.DEFAULTS, "gpt2", *bart.DEFAULTS])
 def test_absent_fields_have_the_defaults_of_transformers(kind):
   transformers = pytest.importorskip("transformers", reason="transformers is not installed")
   whole = transformers.AutoConfig.for_model(kind).to_dict()

@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-from collections.abc import Callable
 from typing import Any, NamedTuple
 from unittest import mock
 
@@ -18,34 +17,24 @@ from test_speculative import DRAFT_CONFIG as T5_DRAFT
 from test_speculative import exact_joint, joint_of_loop, target_and_draft
 from tiny import autoregressive_decode, speculative_decode
 
-from specdec_jax import batching
-from specdec_jax.contrib.bild import HandOverDraft, RollbackVerifier
+from specdec_jax import batching, registry
+from specdec_jax.contrib.bild import HandOverDraft
 from specdec_jax.contrib.cascade import CascadeDraft
 from specdec_jax.contrib.fastest import FastestDraft
-from specdec_jax.contrib.k_seq import KSeqVerifier
-from specdec_jax.contrib.lookahead import lookahead
-from specdec_jax.contrib.merging import MergingVerifier
-from specdec_jax.contrib.paths import PathsVerifier
-from specdec_jax.contrib.prompt_lookup_or_ngrams import prompt_lookup_or_ngrams
 from specdec_jax.contrib.realigned import RealignedDraft
-from specdec_jax.contrib.retrieval import retrieval
 from specdec_jax.contrib.saturation import saturation
 from specdec_jax.contrib.stopping import AdaptiveStoppingDraft, StoppingDraft
-from specdec_jax.contrib.top_beta import TopBetaVerifier
 from specdec_jax.core.context import Encoded
 from specdec_jax.core.decode import Decoder, NullDraft, unpacked_rounds
 from specdec_jax.core.sampling import Sampling
 from specdec_jax.core.trees import DynamicTree, Tree, branching, chain
-from specdec_jax.core.types import DraftOptions, DraftSpec, Params
+from specdec_jax.core.types import DraftOptions, Params
 from specdec_jax.core.verify.blocks import BlockVerifier
-from specdec_jax.core.verify.lossy import TypicalVerifier
-from specdec_jax.core.verify.rejection import RejectionVerifier
 from specdec_jax.core.verify.tokens import TokenVerifier
 from specdec_jax.data.vocabulary import Vocabulary
 from specdec_jax.drafts import dynamic as drafts_dynamic
 from specdec_jax.drafts import hierarchical as drafts_hierarchical
 from specdec_jax.drafts import model as drafts_model
-from specdec_jax.drafts.backoff import backoff_ngrams
 from specdec_jax.drafts.dynamic import DynamicDraft
 from specdec_jax.drafts.heads import new_head
 from specdec_jax.drafts.hierarchical import HierarchicalDraft, chain_with_siblings
@@ -53,11 +42,9 @@ from specdec_jax.drafts.layer_skip import layer_skip
 from specdec_jax.drafts.model import ModelDraft
 from specdec_jax.drafts.ngram import NgramDraft, fit_ngrams
 from specdec_jax.drafts.other_vocabulary import OtherVocabularyModel, OtherVocabularyParams
-from specdec_jax.drafts.prompt_lookup import PromptLookupDraft, prompt_lookup
+from specdec_jax.drafts.prompt_lookup import PromptLookupDraft
 from specdec_jax.drafts.several import ForestDraft
 from specdec_jax.drafts.stop_at_miss import StopAtMissDraft
-from specdec_jax.drafts.token_recycling import token_recycling
-from specdec_jax.drafts.uniform import uniform
 from specdec_jax.exactness.checker import TableTest
 from specdec_jax.exactness.tables import draft_with_verifier
 from specdec_jax.load import head_draft
@@ -204,14 +191,14 @@ def independent(models: Models, sampling: Sampling, tree: Tree):
   return ModelDraft(models.draft, sampling, tree, INDEPENDENT), models.draft_params
 
 
-def drafted(make: Callable[..., DraftSpec], *settings: Any):
-  """Return a draft as users pass it to `load_pair`, for a vocabulary whose texts are token ids."""
+def named(name: str, **settings: Any):
+  """Return a draft of the registry, for a vocabulary whose texts are token ids."""
   vocabulary = mock.MagicMock(Vocabulary, __len__=lambda vocabulary: V, start_id=0)
   vocabulary.encode_output = lambda text: [*map(int, text.split()), 1]
   vocabulary.fingerprint = lambda: "ids"
 
   def draft(models: Models, sampling: Sampling, tree: Tree):
-    factory = make(tiny.loaded(vocabulary), *settings)
+    factory = registry.draft(name, **settings)(tiny.loaded(vocabulary))
     return factory.build(sampling, tree), factory.params
 
   return draft
@@ -354,26 +341,27 @@ def realigned(models: Models, sampling: Sampling, tree: Tree):
   return RealignedDraft(draft, 2, V), tiny.near(models.params, 5, 0.2)
 
 
+retrieval = named("retrieval", target_text=outputs(), max_context=3, num_matches=16)
 RAGGED = Tree((0, 0, 1, 1, 2, 4))
 GREEDY_RAGGED = Tree(RAGGED.parents, greedy_siblings=True)
 CASES = {
   "chain": (t5, model, chain(3), TokenVerifier),
   "int8, few tokens": (int8, model, RAGGED, TokenVerifier),
   "int4, few tokens": (int4, model, chain(3), TokenVerifier),
-  "prompt lookup": (t5, drafted(prompt_lookup), chain(2), TokenVerifier),
-  "prompt lookup, tree": (gpt, drafted(prompt_lookup), branching(2, 1), TokenVerifier),
-  "n-grams": (t5, drafted(backoff_ngrams, outputs()), RAGGED, TokenVerifier),
+  "prompt lookup": (t5, named("prompt_lookup"), chain(2), TokenVerifier),
+  "prompt lookup, tree": (gpt, named("prompt_lookup"), branching(2, 1), TokenVerifier),
+  "n-grams": (t5, named("ngrams", target_text=outputs()), RAGGED, TokenVerifier),
   "prompt lookup or n-grams": (
     gpt,
-    drafted(prompt_lookup_or_ngrams, outputs()),
+    named("prompt_lookup_or_ngrams", target_text=outputs()),
     chain(2),
     TokenVerifier,
   ),
-  "lookahead": (t5, drafted(lookahead, 3, 2), chain(2), TokenVerifier),
-  "retrieval": (t5, drafted(retrieval, outputs(), 3, 16), RAGGED, TokenVerifier),
+  "lookahead": (t5, named("lookahead", window=3, num_ngrams=2), chain(2), TokenVerifier),
+  "retrieval": (t5, retrieval, RAGGED, TokenVerifier),
   "retrieval, dynamic": (
     gpt,
-    drafted(retrieval, outputs(), 3, 16),
+    retrieval,
     DynamicTree(5, 2),
     TokenVerifier,
   ),
@@ -405,7 +393,7 @@ CASES = {
     DynamicTree(9, 3),
     TokenVerifier,
   ),
-  "uniform": (t5, drafted(uniform), branching(2, 1), TokenVerifier),
+  "uniform": (t5, named("uniform"), branching(2, 1), TokenVerifier),
   "hierarchical": (t5, hierarchical, chain(4), TokenVerifier),
   "hierarchical, trees": (t5, hierarchical_trees, chain(4), TokenVerifier),
   "hierarchical, GPT": (gpt, two_levels, chain(3), BlockVerifier),
@@ -414,9 +402,14 @@ CASES = {
   "dynamic, GPT": (gpt, dynamic, DynamicTree(3, 4), TokenVerifier),
   "dynamic of itself": (t5, dynamic_itself, DynamicTree(4, 2), TokenVerifier),
   "drafts joined": (t5, forest_draft, Tree((0, 0, 0, 0, 1, 2, 3, 4)), TokenVerifier),
-  "drafts merged": (t5, forest_draft, Tree((0, 0, 0, 0, 1, 2, 3, 4)), MergingVerifier),
+  "drafts merged": (t5, forest_draft, Tree((0, 0, 0, 0, 1, 2, 3, 4)), registry.verifier("merging")),
   "realigned": (t5, realigned, chain(4), TokenVerifier),
-  "token recycling": (t5, drafted(token_recycling, outputs(), 4, 2), RAGGED, TokenVerifier),
+  "token recycling": (
+    t5,
+    named("recycled_tokens", target_text=outputs(), num_successors=4, max_ngram=2),
+    RAGGED,
+    TokenVerifier,
+  ),
   "free": (t5, free, RAGGED, TokenVerifier),
   "blocks": (t5, model, chain(3), BlockVerifier),
   "tree": (t5, near, RAGGED, TokenVerifier),
@@ -429,14 +422,14 @@ CASES = {
   "T5Gemma, conditioned": (t5gemma, learned("conditioned"), RAGGED, TokenVerifier),
   "Whisper": (whisper, model, RAGGED, TokenVerifier),
   "Whisper, conditioned": (whisper, learned("conditioned"), chain(3), BlockVerifier),
-  "k-seq": (t5, independent, branching(2, 2), KSeqVerifier),
-  "paths": (t5, near, RAGGED, PathsVerifier),
-  "paths, GPT": (gpt, model, RAGGED, PathsVerifier),
-  "rejection": (t5, independent, branching(2, 2), RejectionVerifier),
+  "k-seq": (t5, independent, branching(2, 2), registry.verifier("k_seq")),
+  "paths": (t5, near, RAGGED, registry.verifier("paths")),
+  "paths, GPT": (gpt, model, RAGGED, registry.verifier("paths")),
+  "rejection": (t5, independent, branching(2, 2), registry.verifier("rejection")),
   "greedy siblings": (t5, model, GREEDY_RAGGED, TokenVerifier),
-  "typical": (t5, model, RAGGED, TypicalVerifier),
-  "top-beta": (gpt, model, chain(2), TopBetaVerifier),
-  "rollback": (t5, hand_over, chain(4), RollbackVerifier),
+  "typical": (t5, model, RAGGED, registry.verifier("typical")),
+  "top-beta": (gpt, model, chain(2), registry.verifier("top_beta")),
+  "rollback": (t5, hand_over, chain(4), registry.verifier("rollback")),
 }
 # The default run tests these cases; the others are slow.
 QUICK = {

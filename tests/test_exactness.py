@@ -42,11 +42,17 @@ from specdec_jax.exactness.argmax import (
   node_moves,
   share_of,
 )
-from specdec_jax.exactness.checker import Checker, Setting, rounds_row, samples_row
+from specdec_jax.exactness.checker import (
+  Checker,
+  Setting,
+  detectable_errors,
+  rounds_row,
+  samples_row,
+)
 from specdec_jax.exactness.martingale import detectable_shift, within_rounds
 from specdec_jax.exactness.paths import plans_of, shapes_of
 from specdec_jax.exactness.processed import target_probs
-from specdec_jax.exactness.texts import score_texts
+from specdec_jax.exactness.texts import TextScores, score_texts
 from specdec_jax.load import load_pair
 from specdec_jax.models.layers import RelativePositionBias
 from specdec_jax.models.simulated import SimulatedModel
@@ -674,6 +680,15 @@ def test_long_texts_of_the_check_use_all_positions():
     assert checker.long_tokens == most
 
 
+@pytest.mark.parametrize(
+  "variance, words", [(1e3, r"2\d\.\d% of tokens"), (1.0, r"none \(too few")]
+)
+def test_share_of_tokens_above_all_is_not_stated(variance, words):
+  scores = TextScores({"draft": (np.zeros((1, 1)), np.full((1, 1), variance), 2.0)}, 1, 0)
+  assert re.search(f"; detects {words}", samples_row([scores], "", LEVEL).details)
+  assert re.search(f": outputs, {words}", detectable_errors([], LEVEL, [scores], LEVEL))
+
+
 def test_correct_pair_passes(capsys):
   check(long_tokens=40)
   rows, notes = report(capsys)
@@ -712,7 +727,7 @@ def test_correct_pair_passes(capsys):
   assert "detects a temperature wrong by" in found["next tokens"][-1]
   assert found["independence between rounds"][-1].startswith("119 correlations")
   assert found["outputs"][1] == "4 of 4" and "40 tokens each" in found["outputs"][-1]
-  assert "of tokens from the draft's distribution" in found["samples"][-1]
+  assert "of tokens taken from the draft's distribution" in found["samples"][-1]
   assert float(found["samples"][1].removeprefix("p = ")) > 1e-3
 
 

@@ -1,8 +1,9 @@
 """Tables by name: those of the paper, of a study, and of any records."""
 
 import importlib
+import inspect
 import pathlib
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from experiments.lib.records import lines, measured_with
 from experiments.paper.paper import load_table
@@ -57,6 +58,7 @@ PATHS = {
   "status-counts": "paper.status",
   "draft-names": "lib.tables",
   "drafts-on-the-shelf": "lib.tables",
+  "verifier-names": "lib.tables",
 }
 
 TRAINING_LEGEND = {
@@ -117,10 +119,27 @@ def drafts_on_the_shelf_table() -> Table:
 def _drafts(on_shelf: bool) -> tuple[tuple[str, ...], ...]:
   rows = []
   for name, entry in registry.DRAFTS.items():
-    settings = map(registry.flag_of, registry.parameters(entry.path))
+    known = registry.draft_parameters(name, {})
+    required = [each for each, x in known.items() if x.default is inspect.Parameter.empty]
+    settings = dict.fromkeys([*registry.parameters(entry.path), *required])
     if entry.is_on_shelf == on_shelf:
-      rows.append((f"`{name}`", entry.use, ", ".join(f"`{each}`" for each in settings) or "-"))
+      rows.append((f"`{name}`", entry.use, _flags(settings, required)))
   return tuple(rows)
+
+
+def verifier_names_table() -> Table:
+  """Return the named verifiers with their settings."""
+  rows = []
+  for name, entry in registry.VERIFIERS.items():
+    path, shelf = f"`{entry.path.rpartition(':')[2]}`", "yes" if entry.is_on_shelf else "no"
+    rows.append((f"`{name}`", path, entry.use, shelf, _flags(registry.parameters(entry.path))))
+  columns = "verifier", "class", "method", "on the shelf", "settings"
+  return Table("Verifiers by name", columns, tuple(rows))
+
+
+def _flags(settings: Iterable[str], required: Sequence[str] = ()) -> str:
+  texts = (f"`{registry.flag_of(each)}`" + " (required)" * (each in required) for each in settings)
+  return ", ".join(texts) or "-"
 
 
 def training_table(*paths: str | pathlib.Path) -> Table:

@@ -21,7 +21,7 @@ from specdec_jax.core.context import Context
 from specdec_jax.core.sampling import Sampling, argmax
 from specdec_jax.core.trees import AnyTree, Tree, chain, require_chain
 from specdec_jax.core.types import (
-  NO_TOKEN,
+  FILLER,
   Draft,
   DraftOptions,
   DraftSpec,
@@ -51,7 +51,7 @@ class Lookahead(NamedTuple):
   Attributes:
     window: trajectories, oldest pass first. Row l of column k predicts the token that is l + k + 1
       positions after the last committed one.
-    pool: continuations of each token, latest first; missing continuations are NO_TOKEN.
+    pool: continuations of each token, latest first; missing continuations are FILLER.
   """
 
   window: Int[Array, "B gamma width"]
@@ -115,7 +115,7 @@ class LookaheadDraft(Draft):
     size = jnp.maximum((prompt != PAD_ID).sum(axis=1), 1)[:, None]
     offsets = jnp.arange(self.gamma)[:, None] + jnp.arange(width)[None]  # [gamma, width]
     tokens = gather(prompt, offsets.reshape(1, -1) % size)
-    tokens = jnp.where(tokens < self.vocab_size, tokens, NO_TOKEN).astype(jnp.int32)
+    tokens = jnp.where(tokens < self.vocab_size, tokens, FILLER).astype(jnp.int32)
     shape = len(prompt), self.vocab_size, self.num_ngrams, self.gamma
     return Lookahead(tokens.reshape(-1, self.gamma, width), jnp.zeros(shape, jnp.int32))
 

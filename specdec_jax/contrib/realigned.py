@@ -18,7 +18,7 @@ from specdec_jax.core.context import Context
 from specdec_jax.core.sampling import Sampling
 from specdec_jax.core.trees import AnyTree, Tree, chain, require_chain
 from specdec_jax.core.types import (
-  NO_TOKEN,
+  FILLER,
   DraftOptions,
   DraftSpec,
   Keys,
@@ -54,7 +54,7 @@ def realigned_draft(
 
 
 class RealignedState(NamedTuple):
-  """State of the wrapped draft, and the tokens of the last round to propose again, or NO_TOKEN."""
+  """State of the wrapped draft, and the tokens of the last round to propose again, or FILLER."""
 
   draft: Any
   realigned: Int[Array, "B realigned"]
@@ -89,7 +89,7 @@ class RealignedDraft(WrappedDraft):
     return self._tree_and_order[0]
 
   def init(self, params: Any, context: Context, hidden: Float[Array, "B C E"]) -> RealignedState:
-    realigned = jnp.full((len(context.tokens), self.num_realigned), NO_TOKEN, jnp.int32)
+    realigned = jnp.full((len(context.tokens), self.num_realigned), FILLER, jnp.int32)
     return RealignedState(self.draft.init(params, context, hidden), realigned)
 
   def propose(
@@ -118,7 +118,7 @@ def realign(
   correction: Int[Array, " B"],
   count: int,
 ) -> Int[Array, "B count"]:
-  """Return up to `count` tokens of a chain that may follow the text after a round, then NO_TOKEN.
+  """Return up to `count` tokens of a chain that may follow the text after a round, then FILLER.
 
   The round emitted n tokens and then the correction, which replaces token n + 1 of the chain. If
   the correction occurs later in the chain, the tokens between them are taken to be superfluous, and
@@ -128,5 +128,5 @@ def realign(
   is_correction = chain_tokens == correction[:, None]
   is_correction &= jnp.arange(gamma)[None] >= num_accepted[:, None]
   replaced = jnp.where(is_correction.any(axis=1), is_correction.argmax(axis=1), num_accepted)
-  padded = jnp.pad(chain_tokens, ((0, 0), (0, 1)), constant_values=NO_TOKEN)
+  padded = jnp.pad(chain_tokens, ((0, 0), (0, 1)), constant_values=FILLER)
   return gather(padded, jnp.minimum(replaced[:, None] + 1 + jnp.arange(count)[None], gamma))

@@ -26,7 +26,7 @@ from specdec_jax.core.atomic_files import atomic_write
 from specdec_jax.core.context import Context
 from specdec_jax.core.sampling import Sampling
 from specdec_jax.core.trees import AnyTree, DynamicTree, Tree
-from specdec_jax.core.types import NO_TOKEN, Draft, DraftOptions, DraftSpec, Keys, Loaded, Proposal
+from specdec_jax.core.types import FILLER, Draft, DraftOptions, DraftSpec, Keys, Loaded, Proposal
 from specdec_jax.data.text import read_lines
 from specdec_jax.data.vocabulary import PAD_ID, Vocabulary
 from specdec_jax.errors import InputError, require_count
@@ -167,7 +167,7 @@ class RetrievalDraft(Draft):
 
   Its parameters are a `Datastore`. The continuations form a trie. A dynamic tree consists of the
   most frequent nodes of the trie; missing tokens are -1. In a static tree, each node has its most
-  frequent children; missing tokens are NO_TOKEN. All tokens are selected deterministically.
+  frequent children; missing tokens are FILLER. All tokens are selected deterministically.
 
   Attributes:
     max_context: maximum number of tokens of the suffix that is looked up. The sum of it and the
@@ -303,7 +303,7 @@ def _most_frequent_children(trie: _Trie, tree: Tree) -> Int[Array, "B N"]:
     best = lax.top_k(counts, int(ranks.max()) + 1)
     count, match = (field[:, parents, ranks] for field in best)
     token = gather(trie.tokens[..., level], match)
-    draft_tokens.append(jnp.where(count > 0, token, NO_TOKEN))
+    draft_tokens.append(jnp.where(count > 0, token, FILLER))
     through_node = (trie.leader[:, None, :, level] == match[..., None]) & (count > 0)[..., None]
     parent_level = first
   return jnp.concatenate(draft_tokens, axis=1)

@@ -41,7 +41,7 @@ Extended = tuple[Float[Array, "B K V"], Float[Array, "B K E"], Any]
 Length = Int[Array, " B"]
 Path = Int[Array, "B D"] | None
 
-NO_TOKEN = 0  # id where a table or a copy of a text has no token to propose
+FILLER = 0  # id proposed where a table or a text has none; -1 is a token that was not proposed
 
 
 class Params(NamedTuple):

@@ -13,7 +13,7 @@ from specdec_jax.core.arrays import gather, take
 from specdec_jax.core.context import Context
 from specdec_jax.core.sampling import Sampling
 from specdec_jax.core.trees import AnyTree, require_static
-from specdec_jax.core.types import NO_TOKEN, Draft, DraftOptions, DraftSpec, Keys, Loaded, Proposal
+from specdec_jax.core.types import FILLER, Draft, DraftOptions, DraftSpec, Keys, Loaded, Proposal
 from specdec_jax.data.text import read_lines
 from specdec_jax.data.vocabulary import PAD_ID
 from specdec_jax.errors import InputError, require_count
@@ -47,7 +47,7 @@ def fit_backoff(
 
   `rows` have EOS and no start token. Return for each length of context, longest first, the hashes
   of the contexts in ascending order, and the successors of each: the most frequent ones, most
-  frequent first and then by token id. Missing successors are NO_TOKEN.
+  frequent first and then by token id. Missing successors are FILLER.
   """
   require_count("num_successors", num_successors)
   if not (isinstance(order, int) and 1 <= order <= MAX_ORDER):
@@ -73,7 +73,7 @@ def _successor_table(
   pairs = pairs[np.lexsort((pairs[:, 1], -counts, pairs[:, 0]))]
   known, first = np.unique(pairs[:, 0], return_index=True)
   rank = np.arange(len(pairs)) - np.repeat(first, np.diff([*first, len(pairs)]))
-  successors = np.full((len(known), num_successors), NO_TOKEN)
+  successors = np.full((len(known), num_successors), FILLER)
   is_stored = rank < num_successors
   rows = np.searchsorted(known, pairs[is_stored, 0])
   successors[rows, rank[is_stored]] = pairs[is_stored, 1]
@@ -95,7 +95,7 @@ class BackoffDraft(Draft):
 
   Its parameters are the result of `fit_backoff`. The longest n-gram has `order` tokens. Siblings
   are in descending order of frequency. All tokens are selected deterministically. A draft token is
-  NO_TOKEN if the context has too few successors.
+  FILLER if the context has too few successors.
   """
 
   tree: AnyTree
@@ -112,7 +112,7 @@ class BackoffDraft(Draft):
       parents = [parent - parent_level for parent in tree.parents[first - 1 : end - 1]]
       ranks = tree.ranks[first - 1 : end - 1]
       successors = _successors(params, recent)  # [B, W, num_successors]
-      successors = jnp.pad(successors, ((0, 0), (0, 0), (0, tree.width)), constant_values=NO_TOKEN)
+      successors = jnp.pad(successors, ((0, 0), (0, 0), (0, tree.width)), constant_values=FILLER)
       tokens = take(successors, parents)[:, np.arange(len(parents)), ranks]
       recent = jnp.concatenate([take(recent, parents), tokens[..., None]], axis=-1)[..., 1:]
       draft_tokens.append(tokens)

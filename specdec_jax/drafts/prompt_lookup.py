@@ -12,7 +12,7 @@ from specdec_jax.core.arrays import gather
 from specdec_jax.core.context import Context
 from specdec_jax.core.sampling import Sampling
 from specdec_jax.core.trees import AnyTree, Tree, require_static
-from specdec_jax.core.types import NO_TOKEN, Draft, DraftOptions, DraftSpec, Keys, Loaded, Proposal
+from specdec_jax.core.types import FILLER, Draft, DraftOptions, DraftSpec, Keys, Loaded, Proposal
 from specdec_jax.data.vocabulary import PAD_ID
 from specdec_jax.errors import require_count
 
@@ -48,11 +48,11 @@ class PromptLookupDraft(Draft):
   best match first, and the children are distinct tokens. Below them, tokens are proposed only for
   first children, so `branching(2, 1, 1)` is a suitable tree.
 
-  All tokens are selected deterministically. A draft token is NO_TOKEN if it is not proposed: where
-  there is no match, where the prompt has ended, or where the copied token is not in the target's
-  vocabulary. There are no parameters. For a decoder-only model, the text includes the prompt, which
-  is thus searched twice. The copy that ends with EOS is preferred, so the EOS of the prompt may be
-  proposed if the last tokens of the prompt occur again.
+  All tokens are selected deterministically. A draft token is FILLER where there is no match, where
+  the prompt has ended, and where the copied token is not in the target's vocabulary. There are no
+  parameters. For a decoder-only model, the text includes the prompt, which is thus searched twice.
+  The copy that ends with EOS is preferred, so the EOS of the prompt may be proposed if the last
+  tokens of the prompt occur again.
 
   Attributes:
     max_ngram: maximum number of tokens of a match.
@@ -111,13 +111,13 @@ class PromptLookupDraft(Draft):
       period = jnp.where(match < num_slots - 1, length - 1 - match, depth)
       copied = gather(both, match + 1 + jnp.arange(depth)[None] % period)
       per_match = self.tokens_per_match or depth
-      is_proposed = jnp.arange(depth)[None] < per_match * match_tokens
-      branches.append(jnp.where(is_proposed & (copied < self.vocab_size), copied, NO_TOKEN))
+      is_copied = jnp.arange(depth)[None] < per_match * match_tokens
+      branches.append(jnp.where(is_copied & (copied < self.vocab_size), copied, FILLER))
     if tree.is_chain:
       return Proposal(branches[0]), state
     branch = _branch_of_draft_token(tree)
     tokens = jnp.stack(branches, axis=1)[:, np.maximum(branch, 0), tree.depths[1:] - 1]
-    return Proposal(jnp.where(branch < 0, NO_TOKEN, tokens)), state
+    return Proposal(jnp.where(branch < 0, FILLER, tokens)), state
 
 
 def _branch_of_draft_token(tree: Tree) -> np.ndarray:

@@ -20,7 +20,7 @@ from jaxtyping import Float, Int
 from specdec_jax.core.arrays import split_rows
 from specdec_jax.core.context import Context
 from specdec_jax.core.trees import AnyTree, Tree, require_static
-from specdec_jax.core.types import NO_TOKEN, Draft, Keys, Proposal
+from specdec_jax.core.types import FILLER, Draft, Keys, Proposal
 from specdec_jax.errors import InputError
 
 
@@ -63,10 +63,10 @@ class ForestDraft(Draft):
 
 @dataclasses.dataclass(frozen=True)
 class FallbackDraft(Draft):
-  """A draft that uses, in each row, the first of its drafts that proposes a token.
+  """A draft that uses, in each row, the first of its drafts that has a token.
 
-  A draft proposes nothing if its first token is NO_TOKEN. If all drafts propose nothing, the last
-  one is used. The drafts have equal static trees and select their tokens deterministically.
+  A draft has none if its first draft token is FILLER. If no draft has one, the last draft is used.
+  The drafts have equal static trees and select their tokens deterministically.
   """
 
   drafts: tuple[Draft, ...]
@@ -87,7 +87,7 @@ class FallbackDraft(Draft):
       raise InputError("One of the drafts to choose from samples; all must select their tokens.")
     *earlier, tokens = (proposal.tokens for proposal in proposals)
     for earlier_tokens in reversed(earlier):
-      tokens = jnp.where(earlier_tokens[:, :1] == NO_TOKEN, tokens, earlier_tokens)
+      tokens = jnp.where(earlier_tokens[:, :1] == FILLER, tokens, earlier_tokens)
     return Proposal(tokens), states
 
 

@@ -9,7 +9,7 @@ from specdec_jax.core.context import Context
 from specdec_jax.core.sampling import Sampling
 from specdec_jax.core.trees import AnyTree, Tree, require_chain
 from specdec_jax.core.types import (
-  NO_TOKEN,
+  FILLER,
   DraftOptions,
   DraftSpec,
   Keys,
@@ -36,9 +36,9 @@ def stop_at_miss_draft(target: Loaded, draft: LoadsDraft) -> DraftSpec:
 
 @dataclasses.dataclass(frozen=True)
 class StopAtMissDraft(WrappedDraft):
-  """A draft that proposes a chain, which ends before the first NO_TOKEN of the wrapped draft.
+  """A draft that proposes a chain, which ends before the first FILLER of the wrapped draft.
 
-  The wrapped draft, such as prompt lookup, proposes NO_TOKEN where it has no token, and must not
+  The wrapped draft, such as prompt lookup, proposes FILLER where it has no token, and must not
   sample. So gamma can be large enough to copy a match to its end, while a round in which no row has
   a match costs only one autoregressive step. The target forward pass is compiled for chains of 0,
   1, 2, 4, ... and gamma draft tokens.
@@ -58,5 +58,5 @@ class StopAtMissDraft(WrappedDraft):
     proposal, state = self.draft.propose(params, state, context, rng)
     if proposal.q is not None:
       raise InputError("A draft that stops at a miss must select its tokens, and this one samples.")
-    before_miss = jnp.cumprod(proposal.tokens != NO_TOKEN, axis=1) > 0
+    before_miss = jnp.cumprod(proposal.tokens != FILLER, axis=1) > 0
     return Proposal(jnp.where(before_miss, proposal.tokens, -1)), state

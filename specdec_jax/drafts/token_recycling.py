@@ -19,7 +19,7 @@ from specdec_jax.core.context import Context
 from specdec_jax.core.sampling import Sampling
 from specdec_jax.core.trees import AnyTree, Tree, chain, require_static
 from specdec_jax.core.types import (
-  NO_TOKEN,
+  FILLER,
   Draft,
   DraftOptions,
   DraftSpec,
@@ -51,11 +51,11 @@ def token_recycling(
   """
   vocabulary = target.vocabulary
   require_count("num_successors", num_successors)
-  table = jnp.full((len(vocabulary), num_successors), NO_TOKEN, jnp.int32)
+  table = jnp.full((len(vocabulary), num_successors), FILLER, jnp.int32)
   if target_text is not None:
     rows = map(vocabulary.encode_output, read_lines(target_text))
     ngrams = fit_ngrams(rows, len(vocabulary), num_successors, vocabulary.start_id)
-    table = jnp.where(ngrams.counts > 0, ngrams.successors, NO_TOKEN)
+    table = jnp.where(ngrams.counts > 0, ngrams.successors, FILLER)
 
   def build(sampling: Sampling, tree: AnyTree, options=DraftOptions()) -> TokenRecyclingDraft:
     tree = require_static("Token Recycling", tree)
@@ -78,7 +78,7 @@ class TokenRecyclingDraft(Draft):
   """A draft that proposes the tokens of a table that the target's logits fill.
 
   The child of rank r of a node is entry r of the table for the token of the node. All tokens are
-  selected deterministically; a token that the table does not have is NO_TOKEN. The parameters are
+  selected deterministically; a token that the table does not have is FILLER. The parameters are
   the table [V, successors] at the start of a text.
 
   Attributes:
@@ -103,7 +103,7 @@ class TokenRecyclingDraft(Draft):
     self, params: Any, state: TokenRecyclingState, context: Context, rng: Keys
   ) -> tuple[Proposal, TokenRecyclingState]:
     tree, nodes = self.tree, context.last_token[:, None]  # tokens of the nodes so far
-    copied = jnp.full((len(nodes), tree.depth), NO_TOKEN, jnp.int32)
+    copied = jnp.full((len(nodes), tree.depth), FILLER, jnp.int32)
     if self.history is not None:
       copied = self.history.propose((), (), context, rng)[0].tokens
     first_child = 0  # node on the path of first children
@@ -111,7 +111,7 @@ class TokenRecyclingDraft(Draft):
       parents, ranks = np.array(tree.parents[first - 1 : end - 1]), tree.ranks[first - 1 : end - 1]
       successors = gather(state.table, nodes[:, parents])  # [B, W, successors]
       token = copied[:, level, None, None]
-      is_copied = (parents == first_child)[None, :, None] & (token != NO_TOKEN)
+      is_copied = (parents == first_child)[None, :, None] & (token != FILLER)
       successors = jnp.where(is_copied, _with_first(token, successors), successors)
       tokens = jnp.take_along_axis(successors, jnp.asarray(ranks)[None, :, None], axis=2)[..., 0]
       nodes = jnp.concatenate([nodes, tokens], axis=1)

@@ -285,7 +285,7 @@ def detectable_errors(
     if not tests:
       continue
     share = min(x.counts.detectable(table_level / len(x.p_values)) for x in tests)
-    stages.append(f"{what}, {share:.1%} of a token's probability")
+    stages.append(f"{what}, " + _detected(share, "a token's probability"))
     logs = [(x.drifts["log-probability"], table_level / len(x.p_values)) for x in tests if x.drifts]
     bias = min((martingale.detectable_temperature(*log) for log in logs), default=math.inf)
     if math.isfinite(bias):
@@ -293,9 +293,12 @@ def detectable_errors(
   if of_texts:
     drift = functools.reduce(Drift.plus, (x.drifts()["draft"][0] for x in of_texts))
     share = martingale.detectable_shift(drift, level / len(of_texts[0].scores))
-    enough = f"{share:.1%} of their tokens taken from the draft's distribution"
-    stages.append(f"outputs, {enough if share <= 1 else 'none, because they are too few'}")
+    stages.append("outputs, " + _detected(share))
   return f"Smallest errors that are detected nine times in ten: {'; '.join(stages)}." * bool(stages)
+
+
+def _detected(share: float, of: str = "tokens taken from the draft's distribution") -> str:
+  return f"{share:.1%} of {of}" if share <= 1 else "none (too few tokens)"
 
 
 def rounds_row(scored: RoundScores, setting: Setting, level: float) -> Row:
@@ -349,7 +352,7 @@ def samples_row(scored: Sequence[TextScores], setting: object, level: float) -> 
   details += f" standard deviations; least p of {len(every)} for {worst}"
   share = martingale.detectable_shift(kinds["draft"], level)
   if math.isfinite(share):
-    details += f"; detects {share:.1%} of tokens from the draft's distribution"
+    details += "; detects " + _detected(share)
   return _p_value("samples", setting, 0.0 if impossible else p_value, level, details)
 
 

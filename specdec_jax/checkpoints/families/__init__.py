@@ -16,7 +16,7 @@ from types import ModuleType
 from specdec_jax.checkpoints.families import bart, gpt2, t5, t5gemma, whisper
 
 FAMILIES: dict[str, ModuleType] = {
-  **dict.fromkeys(("t5", "mt5", "umt5"), t5),
+  **dict.fromkeys(t5.DEFAULTS, t5),
   "gpt2": gpt2,
   "t5gemma": t5gemma,
   **dict.fromkeys(bart.DEFAULTS, bart),

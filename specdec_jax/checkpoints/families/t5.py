@@ -36,12 +36,13 @@ _FIELDS = {
   "pad_id": "pad_token_id",
   "start_id": "decoder_start_token_id",
 }
-# Defaults of transformers: those of T5, and of mT5 and umT5.
-_SIZES: dict[str, dict[str, Any]] = {
-  "t5": dict(vocab_size=32128, d_model=512, d_kv=64, d_ff=2048, num_layers=6, num_heads=8)
-  | dict(feed_forward_proj="relu"),
-  "mt5": dict(vocab_size=250112, d_model=512, d_kv=64, d_ff=1024, num_layers=8, num_heads=6)
-  | dict(feed_forward_proj="gated-gelu"),
+# Defaults of transformers: those of all models, and by `model_type`.
+_SHARED = dict(d_model=512, d_kv=64, tie_word_embeddings=True)
+_MT5 = dict(vocab_size=250112, d_ff=1024, num_layers=8, num_heads=6, feed_forward_proj="gated-gelu")
+DEFAULTS: dict[str, dict[str, Any]] = {
+  "t5": dict(vocab_size=32128, d_ff=2048, num_layers=6, num_heads=8, feed_forward_proj="relu"),
+  "mt5": _MT5 | dict(tie_word_embeddings=False),
+  "umt5": _MT5,
 }
 # By `feed_forward_proj`: `dense_act_fn` in transformers, and the name in this package.
 _ACTIVATIONS: dict[str, tuple[str, Literal["gelu", "relu", "silu"]]] = {
@@ -82,12 +83,10 @@ def _with_defaults(fields: Mapping[str, Any]) -> dict[str, Any]:
   transformers 5 the field `scale_decoder_outputs` says so, and `tie_word_embeddings` is always
   true; mT5 does not scale them.
   """
-  kind = fields["model_type"]
-  is_mt5 = kind == "mt5"
+  is_mt5 = fields["model_type"] == "mt5"
   may_be_null = ("num_decoder_layers", "pad_token_id", "decoder_start_token_id")
   given = {k: x for k, x in fields.items() if x is not None or k not in may_be_null}
-  fields = _SIZES["t5" if kind == "t5" else "mt5"] | given
-  fields.setdefault("tie_word_embeddings", not is_mt5)
+  fields = _SHARED | DEFAULTS[given["model_type"]] | given
   scales = not is_mt5 or str(fields.get("transformers_version")).startswith("4.")
   fields.setdefault("scale_decoder_outputs", fields["tie_word_embeddings"] and scales)
   fields.setdefault("num_decoder_layers", fields["num_layers"])
