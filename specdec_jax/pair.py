@@ -7,10 +7,10 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax import Array
 
 from specdec_jax import generate
 from specdec_jax.beams import BeamDraft, BeamSearcher, NullBeamDraft, beam_draft
+from specdec_jax.core.context import Prompt
 from specdec_jax.core.decode import Decoder, NullDraft, num_positions
 from specdec_jax.core.generation_config import GenerationConfig
 from specdec_jax.core.memory import require_memory
@@ -33,6 +33,7 @@ from specdec_jax.errors import InputError, require_count
 from specdec_jax.models.families import Config, config_of, with_feature_layers
 from specdec_jax.models.layout import Layout
 from specdec_jax.models.simulated import SimulatedModel
+from specdec_jax.speech.transcribe import clip_prompts
 
 MAX_BEAM_GAMMA = 32  # maximum gamma of a beam search; each step takes about a second to compile
 
@@ -270,8 +271,13 @@ class Pair:
     """Return whether a text can be decoded. Only a decoder-only target can decode a blank text."""
     return self.continues or bool(text.strip())
 
-  def prompt(self, texts: Sequence[str], width: int | None = None) -> Array:
-    """Return the source tokens [B, P] of texts, padded to a multiple of 8 or to `width`."""
+  def prompt(self, texts: Sequence[str], width: int | None = None) -> Prompt:
+    """Return the source tokens [B, P] of texts, padded to a multiple of 8 or to `width`.
+
+    For a Whisper, the texts are paths of recordings of at most 30 seconds.
+    """
+    if self.target.speech is not None:
+      return clip_prompts(self, texts)
     encoded = {text: self.encode(text) for text in set(texts)}  # batches are filled up with copies
     rows = [encoded[text] for text in texts]
     width = width or -(-max(map(len, rows)) // 8) * 8

@@ -39,6 +39,7 @@ def arrays(config, count: int) -> dict[str, tuple[tuple[int, ...], str]]:
   return {
     "prompts": ((count, 4), "int32"),  # tokens before a text; -1 after them
     "tokens": ((count, LENGTH), "int32"),  # EOS included; -1 after it
+    "prompt_hidden": ((count, 4, config.emb_dim), "float16"),  # states at the tokens of prompts
     "hidden": ((count, LENGTH, config.emb_dim), "float16"),  # states that predict the tokens
     "top_tokens": ((count, LENGTH, TOP), "int32"),
     "top_probs": ((count, LENGTH, TOP), "float16"),
@@ -65,10 +66,12 @@ def write(pair: AnyPair, windows: str | os.PathLike, output_dir: str | os.PathLi
   @jax.jit
   def outputs(params, prompt: Encoded, tokens):
     logits, hidden, _, cache = teacher_forced(model, params, prompt, tokens)
+    prompt_hidden, _ = model.prefill(params, prompt, prompt.shape[1])
     probs, top = jax.lax.top_k(jax.nn.softmax(logits), TOP)
     cross = jnp.stack(cache.cross[-1], axis=1)
     half = jnp.float16
     return {
+      "prompt_hidden": prompt_hidden.astype(half),
       "hidden": hidden.astype(half),
       "top_tokens": top,
       "top_probs": probs.astype(half),
@@ -92,7 +95,7 @@ def write(pair: AnyPair, windows: str | os.PathLike, output_dir: str | os.PathLi
     for name, values in found.items():
       files[name][rows] = values
     files["tokens"][rows], files["prompts"][rows] = tokens, padded(before, 4, -1)
-    if step % 25 == 24 or start + BATCH >= len(speech):
+    if step % 10 == 9 or start + BATCH >= len(speech):
       for file in files.values():
         file.flush()
       done.write_text(json.dumps(start + BATCH))

@@ -84,15 +84,18 @@ def decode_examples(
 ) -> Iterator[Example]:
   """Decode texts one at a time with each of the settings, as examples for a report.
 
-  The outputs equal those that `speedup` measures with the same settings at batch size 1.
+  The outputs equal those that `speedup` measures with the same settings at batch size 1. There are
+  none of recordings.
   """
+  if pair.target.speech is not None:
+    return
   for each in settings:
     shape = pair.proposed_tree(each.sampling, tree)
     num_nodes = None if shape.is_chain else shape.num_nodes
     call = GenerateCall.of(pair, each, tree)
-    shown = [text for text in texts if pair.can_decode(text)]
-    sources = [pair.encode(text) for text in shown]
     index = [i for i, text in enumerate(texts) if pair.can_decode(text)]
+    shown = [texts[i] for i in index]
+    sources = [pair.encode(text) for text in shown]
     for text, (output,) in zip(shown, call.decode(sources, index, None, size=1, seed=each.seed)):
       temperature = each.sampling.temperature
       yield Example(text, output.text, temperature, shape.depth, output.round_texts, num_nodes)

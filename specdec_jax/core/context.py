@@ -21,7 +21,7 @@ from specdec_jax.core.trees import AnyTree, chain
 class Encoded:
   """Prompts of a model whose sources are not texts, such as Whisper: encoded sources.
 
-  An index selects rows, as in an array of prompts.
+  An index selects rows, as in an array of prompts, and `shape` is [B, C].
 
   Attributes:
     source: outputs of the target's encoder.
@@ -38,11 +38,20 @@ class Encoded:
   def __len__(self) -> int:
     return len(self.tokens)
 
+  @property
+  def shape(self) -> tuple[int, ...]:
+    return self.tokens.shape
+
   def __getitem__(self, rows: Any) -> "Encoded":
     return jax.tree.map(lambda x: x[rows], self)
 
 
 Prompt = Any  # Int[Array, "B P"], or Encoded
+
+
+def prompt_ids(prompt: Prompt) -> Int[Array, "B P"]:
+  """Return the tokens of prompts, which are all that drafts and processors see in a round."""
+  return prompt.tokens if isinstance(prompt, Encoded) else prompt
 
 
 class Context(NamedTuple):

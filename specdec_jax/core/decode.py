@@ -28,7 +28,7 @@ from specdec_jax.core.arrays import (
   repeat_rows,
   split_rows,
 )
-from specdec_jax.core.context import Context, Encoded, Prompt, node_prefixes
+from specdec_jax.core.context import Context, Prompt, node_prefixes, prompt_ids
 from specdec_jax.core.memory import require_memory
 from specdec_jax.core.processors import Processors, process
 from specdec_jax.core.sampling import Sampling, distribution, position_keys, split_keys
@@ -258,8 +258,7 @@ class Decoder(Settings):
     last_hidden = gather_or_zero(hidden, length - 2)
     context = Context(prompt, tokens, length, cache, last_hidden)
     draft_state = self.draft.init(params.draft, context, hidden)
-    if isinstance(prompt, Encoded):  # both models have read the sources
-      context = context._replace(prompt=prompt.tokens)
+    context = context._replace(prompt=prompt_ids(prompt))
     if num_samples > 1:
       context, draft_state = repeat_rows((context, draft_state), num_samples)
     length = context.length

@@ -12,6 +12,7 @@ import numpy as np
 from jax import Array, lax
 
 from specdec_jax.core.arrays import gather
+from specdec_jax.core.context import Prompt
 from specdec_jax.core.counts import require_finite
 from specdec_jax.core.decode import DecodeSettings
 from specdec_jax.core.processors import Processors
@@ -118,7 +119,7 @@ def share_of(pair: Pair) -> float:
 
 
 def node_moves(
-  pair: Pair, prompt: Array, text: np.ndarray, lengths: np.ndarray, tree: AnyTree
+  pair: Pair, prompt: Prompt, text: np.ndarray, lengths: np.ndarray, tree: AnyTree
 ) -> tuple[float, float]:
   """Measure how much logits differ between a verification pass and passes over single tokens.
 
@@ -151,7 +152,7 @@ def _node_moves(
   target: Model,
   tree: AnyTree,
   params: Any,
-  prompt: Array,
+  prompt: Prompt,
   text: Array,
   start: Array,
   following: Array,
@@ -205,7 +206,7 @@ def _node_moves(
 def first_divergences(
   target: Model,
   params,
-  prompt: Array,
+  prompt: Prompt,
   autoregressive: np.ndarray,
   speculative: np.ndarray,
   block: int,
@@ -241,7 +242,7 @@ def first_divergences(
   return divergences
 
 
-def logits_in_blocks(target: Model, params, prompt: Array, tokens: Array, block: int) -> Array:
+def logits_in_blocks(target: Model, params, prompt: Prompt, tokens: Array, block: int) -> Array:
   """Return the logits [B, T, V] that predict each token, from passes over `block` tokens."""
   first, length = target.prompt_tokens(prompt)
   batch, count = tokens.shape

@@ -239,7 +239,7 @@ def _cached(decode: Decode) -> Decode:
   results: dict[tuple, DecodeResult] = {}
 
   def cached(prompt, keys, *, max_new_tokens: int) -> DecodeResult:
-    key = prompt.shape, np.asarray(prompt).tobytes(), max_new_tokens
+    key = max_new_tokens, *(np.asarray(x).tobytes() for x in jax.tree.leaves(prompt))
     if key not in results:
       results[key] = require_finite(decode(prompt, keys, max_new_tokens=max_new_tokens))
     return results[key]

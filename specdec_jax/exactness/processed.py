@@ -14,7 +14,7 @@ from jax import Array
 from jaxtyping import Float, Int
 
 from specdec_jax.core.arrays import gather
-from specdec_jax.core.context import Prefixes
+from specdec_jax.core.context import Prefixes, Prompt, prompt_ids
 from specdec_jax.core.processors import Processors, process
 from specdec_jax.core.sampling import Sampling, distribution
 from specdec_jax.core.types import AnyArray, Model
@@ -24,7 +24,7 @@ from specdec_jax.measure.alpha import teacher_forced_logits
 def processed(
   processors: Processors,
   model: Model,
-  prompt: Int[Array, "B P"],
+  prompt: Prompt,
   tokens: Int[Array, "B T"],
   limit: int | Int[AnyArray, " B"],
   logits: Float[Array, "B T V"],
@@ -42,7 +42,7 @@ def processed(
   text = jnp.where(slots < start, jnp.pad(first, ((0, 0), (0, num_tokens))), output)
   length = start + jnp.arange(num_tokens)
   texts = jnp.where(slots < length[..., None], text[:, None], 0)
-  prefixes = Prefixes(texts, length, prompt_length, prompt_length + limit, prompt)
+  prefixes = Prefixes(texts, length, prompt_length, prompt_length + limit, prompt_ids(prompt))
   return process(processors, logits, prefixes)
 
 
@@ -50,7 +50,7 @@ def processed(
 def target_probs(
   model: Model,
   params: Any,
-  prompt: Int[Array, "B P"],
+  prompt: Prompt,
   tokens: Int[Array, "B T"],
   sampling: Sampling,
   limit: int,

@@ -16,7 +16,7 @@ from jax import Array, lax
 from jaxtyping import Bool, Float, Int
 
 from specdec_jax.core.arrays import gather_token
-from specdec_jax.core.context import Context
+from specdec_jax.core.context import Context, Prompt
 from specdec_jax.core.counts import require_finite
 from specdec_jax.core.decode import Decoder, DecodeSettings
 from specdec_jax.core.processors import Processors
@@ -165,7 +165,7 @@ class RecordingDraft(WrappedDraft):
 
 @functools.partial(jax.jit, static_argnames=("decoder", "max_new_tokens"))
 def _recorded_decode(
-  decoder: Decoder, params: Params, prompt: Array, rng: Array, *, max_new_tokens: int
+  decoder: Decoder, params: Params, prompt: Prompt, rng: Array, *, max_new_tokens: int
 ) -> tuple[DecodeResult, TriedDraftTokens]:
   state = decoder.init(params, prompt, rng, max_new_tokens)
   state = decoder.run_rounds(params, state)
@@ -206,7 +206,7 @@ def score_rounds(
 
 def _scores(
   pair: Pair,
-  prompt: Array,
+  prompt: Prompt,
   tokens: Array,
   tried: TriedDraftTokens,
   settings: DecodeSettings,
@@ -242,7 +242,7 @@ def _scores(
 def _outcomes(
   target: Model,
   params: Any,
-  prompt: Array,
+  prompt: Prompt,
   tokens: Array,
   tried: TriedDraftTokens,
   sampling: Sampling,

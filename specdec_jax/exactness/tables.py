@@ -23,7 +23,7 @@ from jaxtyping import Bool, Float, Int, Key
 from scipy import optimize, special, stats
 
 from specdec_jax.core.arrays import gather, repeat_rows
-from specdec_jax.core.context import Context
+from specdec_jax.core.context import Context, Prompt, prompt_ids
 from specdec_jax.core.decode import Decoder, DecodeState
 from specdec_jax.core.sampling import Sampling, row_keys
 from specdec_jax.core.trees import AnyTree, DynamicTree, NodeLayout, Tree
@@ -91,11 +91,11 @@ class TableModel:
   eos_id: int = EOS
   hidden_size: int = 1
 
-  def prompt_tokens(self, prompt: Int[Array, "B P"]) -> tuple[Int[Array, "B C"], Int[Array, " B"]]:
-    return prompt[:, :1] % self.vocab_size, jnp.ones(len(prompt), jnp.int32)
+  def prompt_tokens(self, prompt: Prompt) -> tuple[Int[Array, "B C"], Int[Array, " B"]]:
+    return prompt_ids(prompt)[:, :1] % self.vocab_size, jnp.ones(len(prompt), jnp.int32)
 
   def prefill(
-    self, params: Any, prompt: Int[Array, "B P"], num_slots: int
+    self, params: Any, prompt: Prompt, num_slots: int
   ) -> tuple[Float[Array, "B C E"], Any]:
     return jnp.zeros((len(prompt), 1, self.hidden_size)), ()
 
@@ -273,7 +273,7 @@ def texts_of_round(
 
 
 def _table_texts(
-  decoder: Decoder, params: Params, prompt: Array, keys: Array, probs: Table, rng: Array
+  decoder: Decoder, params: Params, prompt: Prompt, keys: Array, probs: Table, rng: Array
 ) -> Array:
   state = decoder.init(params, prompt, keys, decoder.draft.tree.depth + 1)
   return texts_of_round(decoder, params, state, probs, rng)[0]
@@ -364,7 +364,7 @@ class KeepingDraft(WrappedDraft):
 
 
 def draft_with_verifier(
-  decoder: Decoder, params: Params, prompt: Int[Array, "B P"], seed: int, num_rounds: int
+  decoder: Decoder, params: Params, prompt: Prompt, seed: int, num_rounds: int
 ) -> tuple[TextCounts, dict[str, Drift]]:
   """Run rounds of a decoder on tables that continue real texts, each text with many keys.
 

@@ -16,7 +16,7 @@ from jax import Array, lax
 from jaxtyping import Float, Int
 
 from specdec_jax.core.arrays import gather, gather_or_zero
-from specdec_jax.core.context import Context
+from specdec_jax.core.context import Context, Prompt, prompt_ids
 from specdec_jax.core.sampling import Sampling, distribution
 from specdec_jax.core.trees import Tree, branching, chain
 from specdec_jax.core.types import AnyPair, DecodeResult, Draft, Model, Params
@@ -38,14 +38,14 @@ class Estimate(NamedTuple):
 
 @functools.partial(jax.jit, static_argnames=("model",))
 def teacher_forced_logits(
-  model: Model, params: Any, prompt: Int[Array, "B P"], tokens: Int[Array, "B T"]
+  model: Model, params: Any, prompt: Prompt, tokens: Int[Array, "B T"]
 ) -> Float[Array, "B T V"]:
   """Return the logits that predict each token of a given output, from one forward pass."""
   return teacher_forced(model, params, prompt, tokens)[0]
 
 
 def teacher_forced(
-  model: Model, params: Any, prompt: Int[Array, "B P"], tokens: Int[Array, "B T"]
+  model: Model, params: Any, prompt: Prompt, tokens: Int[Array, "B T"]
 ) -> tuple[Float[Array, "B T V"], Float[Array, "B T E"], Int[Array, "B T"], Any]:
   """Run a forward pass over a given output.
 
@@ -62,7 +62,7 @@ def teacher_forced(
 
 
 def draft_probs(
-  pair: AnyPair, draft: Draft, prompt: Int[Array, "B P"], tokens: Int[Array, "B T"]
+  pair: AnyPair, draft: Draft, prompt: Prompt, tokens: Int[Array, "B T"]
 ) -> Float[Array, "B T V"]:
   """Return the q of a draft with gamma 1 for each token of an output, given those before it."""
   return proposals(pair.target.model, draft, pair.params, prompt, tokens)[1][:, :, 0]
@@ -73,7 +73,7 @@ def proposals(
   target: Model,
   draft: Draft,
   params: Params,
-  prompt: Int[Array, "B P"],
+  prompt: Prompt,
   tokens: Int[Array, "B T"],
 ) -> tuple[Int[Array, "B T N"], Float[Array, "B T N V"]]:
   """Return the draft tokens for each token of a given output, and their q.
@@ -98,7 +98,8 @@ def proposals(
 
   def context(count) -> Context:
     length = prompt_length + count
-    return Context(prompt, text, length, target.commit(cache, length - 1), states[:, count])
+    cached = target.commit(cache, length - 1)
+    return Context(prompt_ids(prompt), text, length, cached, states[:, count])
 
   rng = jax.random.split(jax.random.key(0), batch)  # any key will do
 
@@ -107,7 +108,8 @@ def proposals(
     one_hot = jax.nn.one_hot(proposal.tokens, target.vocab_size)
     return state, (proposal.tokens, one_hot if proposal.q is None else proposal.q)
 
-  state = draft.init(params.draft, context(0), jnp.zeros((batch, 1, 0)))
+  start = context(0)._replace(prompt=prompt)
+  state = draft.init(params.draft, start, jnp.zeros((batch, 1, 0)))
   draft_tokens, q = lax.scan(propose, state, jnp.arange(num_tokens))[1]
   return draft_tokens.swapaxes(0, 1), q.swapaxes(0, 1)
 

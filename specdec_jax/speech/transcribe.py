@@ -86,6 +86,13 @@ def transcripts(pair: AnyPair, audio: Iterable[Any], **settings: Any) -> Iterato
   return Transcriber(pair, generation=rest, **own).run(audio)
 
 
+def clip_prompts(pair: AnyPair, audio: Iterable[Any]) -> Encoded:
+  """Return the prompts of recordings of at most 30 seconds, without timestamps."""
+  transcriber = Transcriber(pair, timestamps=False)
+  opened = [transcriber._opened(i, source) for i, source in enumerate(audio)]
+  return _stacked([transcriber._prompt(each, each.prompt) for each in opened])[0]
+
+
 @dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
 class Transcriber:
   """Settings of transcriptions, with the names of transformers.
