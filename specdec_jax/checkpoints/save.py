@@ -36,7 +36,7 @@ def save_model(
   Args:
     vocabulary: fingerprint of the vocabulary that the model was trained with; None if unknown. When
       a pair loads the model, this fingerprint is compared with that of the pair's vocabulary.
-    dtype: dtype of the parameters in the file; by default, that of each array of `params`.
+    dtype: dtype of floating-point parameters in the file; by default, that of each array.
   """
   if (kernels := config.layout.kernels) != "xla":
     raise InputError(
@@ -51,7 +51,12 @@ def save_model(
   fields["vocabulary"] = vocabulary
   families = [name for name, kind in _FAMILIES.items() if isinstance(config, kind)]
   fields["family"] = families[0] if families else "head"
-  params = jax.tree.map(lambda x: jax.device_get(x.astype(dtype or x.dtype)), params)
+
+  def stored(x: Any) -> np.ndarray:
+    is_float = jax.numpy.issubdtype(x.dtype, jax.numpy.floating)
+    return jax.device_get(x.astype(dtype) if dtype and is_float else x)
+
+  params = jax.tree.map(stored, params)
   with atomic_write(path / CONFIG) as config_file, atomic_write(path / PARAMS, "wb") as params_file:
     params_file.write(serialization.msgpack_serialize(params))
     config_file.write(json.dumps(fields, indent=2) + "\n")

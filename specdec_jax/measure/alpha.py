@@ -109,7 +109,7 @@ def proposals(
     return state, (proposal.tokens, one_hot if proposal.q is None else proposal.q)
 
   start = context(0)._replace(prompt=prompt)
-  state = draft.init(params.draft, start, jnp.zeros((batch, 1, 0)))
+  state = draft.init(params.draft, start, hidden)
   draft_tokens, q = lax.scan(propose, state, jnp.arange(num_tokens))[1]
   return draft_tokens.swapaxes(0, 1), q.swapaxes(0, 1)
 

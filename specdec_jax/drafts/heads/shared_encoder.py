@@ -52,9 +52,12 @@ from specdec_jax.drafts.heads.base import (
   target_cache,
 )
 from specdec_jax.drafts.model import ModelDraft
+from specdec_jax.errors import InputError
+from specdec_jax.models.config import T5Config, TransformerConfig
 from specdec_jax.models.decoder import KeysValues, empty_slots
 from specdec_jax.models.families import Config
 from specdec_jax.models.layers import Dense, norm
+from specdec_jax.models.layout import Layout
 from specdec_jax.models.t5 import T5, T5Model
 from specdec_jax.models.transformer import Cache
 
@@ -67,11 +70,15 @@ class SharedEncoderHead(DraftHead):
     layers: decoder layers of the target, ascending, whose concatenated outputs are the hidden
       states (EAGLE-3; Li et al., 2025). By default they are the states after the final norm.
     offsets: number of offsets, from 0, that have an embedding; larger ones share the last.
+    table_tokens: number of tokens that have logits, if token embeddings and logits are those of the
+      target's table; the parameter `output_tokens` has their ids. The head is then as wide as the
+      target, and its file holds its layers only. None for a table of its own.
   """
 
   kind: str = "conditioned"
   layers: tuple[int, ...] = ()
   offsets: int = 8
+  table_tokens: int | None = None
   needs_encoder = True
   uses_cross_attention = True
 
@@ -85,6 +92,12 @@ class SharedEncoderHead(DraftHead):
     return self.layers
 
   @property
+  def t5(self) -> T5Config:
+    config = super().t5
+    count = self.table_tokens
+    return config if count is None else dataclasses.replace(config, num_output_tokens=count)
+
+  @property
   def module(self) -> "SharedEncoderT5":
     return SharedEncoderT5(self.t5, head=self)
 
@@ -92,7 +105,35 @@ class SharedEncoderHead(DraftHead):
     source, bias = self.example_source()
     tokens, cross = jnp.zeros((1, 1), jnp.int32), (source,) * self.num_decoder_layers
     hidden = jnp.zeros((1, 1, self.state_dim), jnp.float32)
-    return self.module.init(rng, tokens, hidden, tokens, cross, bias, method="after_each")["params"]
+    inputs = tokens, hidden, tokens, cross, bias
+    params = self.module.init(rng, *inputs, method="after_each")["params"]
+    if self.table_tokens is not None:
+      del params["token_embedder"]
+      logits = params["decoder"]["logits_dense"]
+      params["decoder"]["logits_dense"] = {"output_tokens": logits["output_tokens"]}
+    return params
+
+  def draft_params(self, target: Config, params: Any, target_params: Any) -> Any:
+    if self.table_tokens is None:
+      return params
+    embedder, decoder = target_params["token_embedder"], params["decoder"]
+    kernel = embedder["embedding"][decoder["logits_dense"]["output_tokens"]].T
+    logits = {"kernel": kernel}
+    if self.layout != Layout(dtype=self.layout.dtype):
+      kernel = np.asarray(kernel)
+      logits = {"kernel": jnp.asarray(self.layout.matrix(kernel))}
+      if self.layout.is_quantized:
+        logits["kernel_scale"] = jnp.asarray(self.layout.scales(kernel))
+    decoder = decoder | {"logits_dense": decoder["logits_dense"] | logits}
+    return params | {"token_embedder": embedder, "decoder": decoder}
+
+  def require_target(self, target: TransformerConfig) -> None:
+    super().require_target(target)
+    if self.table_tokens is not None and self.emb_dim != target.emb_dim:
+      raise InputError(
+        f"emb_dim is {self.emb_dim}, and a head with the target's table is as wide as it, "
+        f"{target.emb_dim}."
+      )
 
   def draft(
     self, target: Config, sampling: Sampling, tree: AnyTree, options: DraftOptions
@@ -117,7 +158,7 @@ class SharedEncoderHead(DraftHead):
     if outputs.rng is not None:
       is_anchor = jax.random.bernoulli(outputs.rng, 1 / stride, shape)
     anchors = lax.cummax(jnp.where(is_anchor, positions, 0), axis=1)
-    logits = self.after_each(params, outputs, anchors)
+    logits = self.after_each(self.draft_params(target, params, target_params), outputs, anchors)
     return TrainingLogits(logits[:, :, None], every_position(outputs.inputs))
 
   def after_each(self, params: Any, outputs: TargetOutputs, anchors: Int[Array, "B T"]) -> Any:
@@ -290,7 +331,14 @@ class SharedEncoderDraft(ModelDraft):
     return max(self.options.reread, most)
 
   def init(self, params: Any, context: Context, hidden: Float[Array, "B C E"]) -> Any:
-    return self.model.empty_cache(context, context.tokens.shape[1])
+    cache = self.model.empty_cache(context, context.tokens.shape[1])
+    if hidden.shape[1] == 1:
+      return cache
+    # Before a transcript there are several tokens; each is conditioned as at the start of a round.
+    states = jnp.pad(hidden[:, :-1], ((0, 0), (1, 0), (0, 0)))
+    cache = self.model.condition(params, cache, states, 0, cache.length)
+    cache = self.model.extend(params, cache, context.tokens[:, : hidden.shape[1]])[2]
+    return self.model.commit(cache, context.length - 1)
 
   def condition(
     self,
