@@ -283,10 +283,6 @@ def generation_config(
   """Return the settings of a call of `generate`, and the prefix of each source.
 
   A setting that is None in `settings` has its default value, whatever the checkpoint sets.
-
-  Raises:
-    InputError: several outputs per text would be equal, or the checkpoint has no such task.
-    TypeError: there is no such setting.
   """
   if unknown := settings.keys() - {*SETTINGS}:
     raise TypeError(f"There is no argument {', '.join(sorted(unknown))}.")

@@ -449,8 +449,7 @@ def _help_of_run(files: Sequence[str], arguments: Sequence[str], values: flags.F
     if entry := registry.entry(part, name):
       lines += ["", f"Settings of --{part} {name}, which is for: {entry.use}"]
       found = _settings_of(part, name, entry, given)
-      own = {flag: x for flag, x in found.items() if flag not in parameters}
-      lines += [_setting(flag, setting.default) for flag, setting in own.items()]
+      lines += [_setting(flag, x.default) for flag, x in found.items() if flag not in parameters]
     else:
       lines += ["", f"Values of --{part}; with --help too, one prints its settings:"]
       in_front = {each: entry for each, entry in entries.items() if not entry.is_on_shelf}

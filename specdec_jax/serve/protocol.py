@@ -162,8 +162,7 @@ def input_errors(names: Collection[str]) -> Iterator[None]:
   try:
     yield
   except (TypeError, ValueError) as error:  # InputError, or a value with a wrong type
-    message = (
-      str(error).replace("max_new_tokens", "max_tokens").replace("num_return_sequences", "n")
-    )
+    message = str(error).replace("max_new_tokens", "max_tokens")
+    message = message.replace("num_return_sequences", "n")
     first = message.partition(" ")[0]
     raise RequestError(400, message, first if first in names else None) from error
