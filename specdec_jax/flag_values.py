@@ -10,6 +10,8 @@ import typing
 from collections.abc import Callable
 from typing import Any, Literal
 
+from specdec_jax import registry
+
 _BOOLEANS = {"true": True, "True": True, "false": False, "False": False}
 _SEQUENCES = (list, tuple, collections.abc.Sequence, collections.abc.Iterable)
 
@@ -61,9 +63,16 @@ def described(kind: Any) -> str:
 
 
 def meaning(function: Callable[..., Any], parameter: str) -> str:
-  """Return the first words on a parameter in the docstring of a function or class, or ''."""
+  """Return the first words on a parameter in the docstring of a function or class, or ''.
+
+  Arguments that the docstring leaves out may be those of another function, which it names.
+  """
   line = rf"^  (?:\w+, )*{parameter}(?:, \w+)*: (.+(?:\n   .*)*)"
-  found = re.search(line, inspect.getdoc(function) or "", re.MULTILINE)
+  text = inspect.getdoc(function) or ""
+  found = re.search(line, text, re.MULTILINE)
+  other = re.search(r"Other\s+arguments\s+are\s+those\s+of\s+`([\w.]+)[.](\w+)`", text)
+  if other and not found:
+    return meaning(registry.imported(f"specdec_jax.{other[1]}:{other[2]}"), parameter)
   words = " ".join(found[1].split()).partition(". ")[0] if found else ""
   return textwrap.shorten(words.rstrip("."), 80, placeholder=" ...")
 

@@ -1,7 +1,8 @@
 """Functions that take and return texts, with batches, lengths and random keys.
 
-`outputs` is the way from texts to outputs: `generate` and the commands loop over it. `generate` and
-`stream` are methods of a `Pair`.
+`outputs` is the way from texts to outputs, over which `generate`, `translate` and `decode` loop. A
+`GenerateCall` decodes sources that are encoded, for these, for measurements and for the server.
+`generate` and `stream` are methods of a `Pair`.
 """
 
 import dataclasses
@@ -208,11 +209,6 @@ def outputs(
   else:
     if (draft_beams, nodes) != (None, None):
       raise InputError("draft_beams and nodes are for a beam search; give num_beams above 1.")
-    if count > 1 and config.sampling().is_argmax:
-      raise InputError(
-        f"num_return_sequences is {count}, and at temperature 0 all of them would be equal; "
-        "sample, or give num_beams."
-      )
     size = max(1, batch_size // count)
     if "auto" in (gamma, *([tree] if isinstance(tree, str) else [])):
       texts = _as_list("texts", texts)
@@ -306,7 +302,14 @@ def generation_config(
     {name: value for name, value in each.items() if name not in off}
     for each in (pair.target.generation, of_task)
   )
-  return GenerationConfig.merged(*of_files, given), prefix
+  config = GenerationConfig.merged(*of_files, given)
+  count = config.num_return_sequences or 1
+  if count > 1 and (config.num_beams or 1) == 1 and config.sampling().is_argmax:
+    raise InputError(
+      f"num_return_sequences is {count}, and at temperature 0 all outputs would be equal; sample, "
+      "or search with beams."
+    )
+  return config, prefix
 
 
 def _forced_tokens(
@@ -425,6 +428,19 @@ def text_of(pair: AnyPair, tokens: np.ndarray, is_complete: bool = True) -> str:
   """
   words = pair.vocabulary
   return (words.decode if is_complete else words.decode_stable)(tokens[tokens != words.eos_id])
+
+
+def before_stop(text: str, stops: Sequence[str], is_complete: bool = True) -> tuple[str, str]:
+  """Return the text before the stop string that ends first, and the text to its end, or ''.
+
+  Without one, a text that is not complete ends before what may become one.
+  """
+  if found := [(text.find(stop) + len(stop), text.find(stop)) for stop in stops if stop in text]:
+    end, start = min(found)
+    return text[:start], text[:end]
+  starts = range(max(0, len(text) - max(map(len, stops), default=0)), len(text))
+  held_back = (i for i in starts if any(stop.startswith(text[i:]) for stop in stops))
+  return text[: None if is_complete else next(held_back, None)], ""
 
 
 class _Batch:
@@ -571,11 +587,9 @@ class GenerateCall:
     reason: FinishReason = "eos" if len(tokens) and tokens[-1] in self.eos_ids else "length"
     stops = self.config.stops
     space = self.pair.vocabulary.space_before(tokens) if stops else ""
-    whole = space + text
-    ends = [whole.find(stop) + len(stop) for stop in stops if stop in whole]
-    if ends:  # the output ends with the token that completes the first stop string
+    _, end = before_stop(space + text, stops)
+    if end:  # the output ends with the token that completes the first stop string
       texts = (text_of(self.pair, tokens[:i]) for i in range(1, len(tokens) + 1))
-      end = whole[: min(ends)]
       length, text = next((i, x) for i, x in enumerate(texts, 1) if (space + x).startswith(end))
       tokens, reason = tokens[:length], "stop_string"
     emitted = result.rounds.num_emitted[:, row]

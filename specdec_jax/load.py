@@ -25,7 +25,6 @@ from specdec_jax.core.generation_config import SETTINGS, with_effect
 from specdec_jax.core.sampling import Sampling
 from specdec_jax.core.trees import AnyTree
 from specdec_jax.core.types import Draft, DraftOptions, DraftSpec, Loaded, LoadsDraft, Verifier
-from specdec_jax.core.verify.tokens import TokenVerifier
 from specdec_jax.data.text import read_lines
 from specdec_jax.data.vocabularies import find_vocabulary, padded_size
 from specdec_jax.data.vocabulary import Vocabulary
@@ -54,13 +53,14 @@ def load_pair(
   dtype: str = "float32",
   max_source_tokens: int | None = None,
   extra_ids: int | Literal["auto"] = "auto",
-  shardings: ShardingsFn = None,
-  draft_shardings: ShardingsFn = None,
   kernels: str = "auto",
   weights: Weights = "float",
   draft_weights: Weights | None = None,
-  verifier: str | Callable[[Sampling], Verifier] = TokenVerifier,
+  verifier: str | Callable[[Sampling], Verifier] = "tokens",
   source_language: str | None = None,
+  *,
+  shardings: ShardingsFn = None,
+  draft_shardings: ShardingsFn = None,
 ) -> Pair:
   """Load a target and a draft; by default, load the bundled pair.
 
@@ -85,11 +85,6 @@ def load_pair(
       of the target, or 512 for a target with relative positions.
     extra_ids: number of sentinels after the pieces of the vocabulary. 'auto' adds the 100 sentinels
       of T5 if the target's embedding table has rows for them.
-    shardings: function that returns a tree of `jax.sharding.Sharding`, given the tree of shapes of
-      the target's parameters and, if it has a parameter `config`, the target's configuration.
-      Sharded parameters are not converted for decoding, because that would concatenate matrices
-      across shards.
-    draft_shardings: the same for a draft that is a separate model.
     kernels: 'xla' for XLA only; 'gpu' for XLA with the matmuls of `kernels.gpu`; without
       `shardings`, 'auto' uses 'gpu' on a GPU and, if available, `kernels.skinny` on a CPU, for
       matmuls with weights, attention and T5's norms.
@@ -106,6 +101,11 @@ def load_pair(
     source_language: language of the sources of a multilingual target, by the name of its token,
       such as 'fra_Latn' (NLLB), 'fr_XX' (mBART-50) or 'fr' (M2M100). By default, the language that
       the files of the tokenizer set.
+    shardings: function that returns a tree of `jax.sharding.Sharding`, given the tree of shapes of
+      the target's parameters and, if it has a parameter `config`, the target's configuration.
+      Sharded parameters are not converted for decoding, because that would concatenate matrices
+      across shards.
+    draft_shardings: the same for a draft that is a separate model.
 
   Raises:
     InputError: a file is missing or damaged, the models do not share the vocabulary, or an argument
@@ -135,7 +135,7 @@ def load_pair(
     drafted = draft(loaded)
   else:
     drafted = checkpoint_draft(
-      loaded, draft, dtype, kernels, draft_weights, shardings=draft_shardings
+      loaded, draft, dtype=dtype, kernels=kernels, weights=draft_weights, shardings=draft_shardings
     )
   if max_source_tokens is None:
     max_source_tokens = num_positions(model) or 512
@@ -146,11 +146,11 @@ def load_pair(
 def checkpoint_draft(
   target: Loaded,
   model: Any = str(BUNDLED / "draft"),
+  *,
   dtype: str | None = None,
   kernels: str = "auto",
   weights: Weights | None = None,
   vocabulary: str | None = None,
-  *,
   output_tokens: OutputTokens | None = None,
   shardings: ShardingsFn = None,
 ) -> DraftSpec:

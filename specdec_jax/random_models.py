@@ -12,7 +12,6 @@ from specdec_jax import load, registry
 from specdec_jax.checkpoints.checkpoint import ShardingsFn, make_shardings, param_shapes
 from specdec_jax.core.sampling import Sampling
 from specdec_jax.core.types import DraftSpec, Loaded, LoadsDraft, Model, Verifier
-from specdec_jax.core.verify.tokens import TokenVerifier
 from specdec_jax.data.vocabularies import open_vocabulary
 from specdec_jax.data.vocabulary import Vocabulary
 from specdec_jax.drafts.dynamic import model_draft
@@ -34,19 +33,20 @@ def random_pair(
   dtype: str = "float32",
   vocabulary: str = str(load.BUNDLED / "vocabulary.model"),
   max_source_tokens: int = 128,
-  shardings: ShardingsFn = None,
-  draft_shardings: ShardingsFn = None,
   kernels: str = "auto",
   weights: Weights = "float",
   draft_weights: Weights | None = None,
   num_output_tokens: int | None = None,
-  verifier: str | Callable[[Sampling], Verifier] = TokenVerifier,
+  verifier: str | Callable[[Sampling], Verifier] = "tokens",
+  *,
+  shardings: ShardingsFn = None,
+  draft_shardings: ShardingsFn = None,
 ) -> Pair:
   """Return a pair of models with named sizes, random weights and a simulated acceptance rate.
 
   Both models do all of their computation, so the times equal those of real models. Acceptance is
   simulated (`SimulatedModel`), and the outputs have no meaning. Other arguments are those of
-  `load_pair`.
+  `load.load_pair`.
 
   Args:
     target: size of the target M_p; see `named_config`.

@@ -35,8 +35,6 @@ _USAGE = """\
 usage: specdec NAME [flags], or python -m specdec_jax.run --gin_file=FILE [flags]
        specdec NAME --help prints the settings of a run
 """
-_CHECKPOINTS = "gin/models/checkpoints.gin"  # parsed if a flag sets one of its macros, below
-_CHECKPOINT_MACROS = ("TARGET", "VOCABULARY", "EXTRA_IDS", "DTYPE")
 _INVALID = ImportError, NameError, SyntaxError, ValueError, tokenize.TokenError  # of gin
 _RUN = "", "specdec_jax.run.run"  # key of gin's configuration, which has a scope
 _NAMES = {"draft": registry.DRAFTS, "verifier": registry.VERIFIERS}
@@ -141,8 +139,6 @@ def to_bindings(arguments: Sequence[str]) -> list[str]:
   """
   words, given, bindings = _split(arguments)
   given = {_plural(name): text for name, text in given.items()}
-  if {name.upper() for name in given} & {*_CHECKPOINT_MACROS} and "PAIR" in macros():
-    gin.parse_config_file(_CHECKPOINTS)
   kinds = _kinds()
   if words and "NAMES" not in kinds:
     raise InputError(f"This run takes no words, and {', '.join(map(repr, words))} is given.")
@@ -289,18 +285,21 @@ def parse_files(files: Sequence[str], search_paths: Sequence[str] = ()) -> None:
 def parse_bindings(bindings: Sequence[str]) -> None:
   """Parse bindings 'name = value' after the files, and bind parameters to macros of their name.
 
-  A macro is also the value of the parameter of the run's function that has its name in lower case,
-  unless a file binds the parameter; and of such a field of the run's `GenerationConfig`.
+  A macro is also the value of the parameter that has its name in lower case (`_parameters`). A
+  target without a dtype has the dtype of the device; the bundled one has float32.
 
   Raises:
     InputError: a binding is invalid, or sets a macro that no file defines or uses and that is not a
-      setting of the run's function; a required macro has no value.
+      setting; a required macro has no value.
   """
   names = {binding.partition("=")[0].strip() for binding in bindings}
   known = {*macros()}
   try:
     parameters = _parameters()
     gin.parse_config(bindings)
+    parameters |= _parameters()  # of another pair, if a binding names one
+    if "TARGET" in names and "dtype" in parameters and "DTYPE" not in macros():
+      gin.parse_config("DTYPE = 'auto'")
     known |= {name.upper() for name in (*parameters, *(_NAMES if "PAIR" in macros() else ()))}
     for name, place in parameters.items():
       bound = gin.get_bindings(place.selector, resolve_references=False)
@@ -328,27 +327,43 @@ class _Place(NamedTuple):
 def _parameters() -> dict[str, _Place]:
   """Return the places of settings that no file binds.
 
-  These are the parameters of the run's function, and the fields of its `generation`, except for
-  those whose macro another binding uses, or of which the function takes several values.
+  These are the parameters of the run's function, the fields of its `generation`, and the parameters
+  of the function that PAIR calls, except for those that are given by name only, which take values
+  of Python. A name belongs to the first that has it, or its plural. Macros that other bindings use
+  are not settings of the last two.
   """
   experiment = gin.config._CONFIG.get(_RUN, {}).get("experiment")
-  if not isinstance(experiment, gin.config.ConfigurableReference):
-    return {}
-  selector = experiment.scoped_selector
-  bound = gin.get_bindings(selector, resolve_references=False)
-  function = experiment.configurable.wrapped
-  parameters = inspect.signature(function).parameters
-  found = {name: _Place(selector, function, x) for name, x in parameters.items()}
-  found = {name: place for name, place in found.items() if name not in bound}
-  generation = bound.get("generation")
-  if isinstance(generation, gin.config.ConfigurableReference):
-    selector, function = generation.scoped_selector, generation.configurable.wrapped
-    fields = inspect.signature(function).parameters
-    bound, used = gin.get_bindings(selector, resolve_references=False), _used_macros()
-    for name, x in fields.items():
-      if name not in bound and name.upper() not in used and {name, f"{name}s"}.isdisjoint(found):
-        found[name] = _Place(selector, function, x)
+  generation, pair = _bound(experiment).get("generation"), _pair()
+  found: dict[str, _Place] = {}
+  taken, used = set[str](), set[str]()
+  for reference in (experiment, generation, pair):
+    if isinstance(reference, gin.config.ConfigurableReference):
+      function, bound = reference.configurable.wrapped, _bound(reference)
+      parameters = inspect.signature(function).parameters
+      for name, x in parameters.items():
+        is_free = name not in bound and name.upper() not in used
+        is_free &= reference is not pair or x.kind is not x.KEYWORD_ONLY
+        if is_free and taken.isdisjoint((name, f"{name}s")):
+          found[name] = _Place(reference.scoped_selector, function, x)
+      taken |= {*parameters}
+    used = _used_macros()
   return found
+
+
+def _pair() -> object:
+  """Return the reference to the function that PAIR calls, or that loads the pair it changes."""
+  pair, inner = None, macros().get("PAIR")
+  while isinstance(inner, gin.config.ConfigurableReference):
+    pair, bound = inner, _bound(inner)
+    inner = bound.get("value", bound.get("pair"))  # of a macro, or of a function such as `sharded`
+  return pair
+
+
+def _bound(reference: object) -> dict[str, Any]:
+  """Return the bindings of the function that a reference names; other values have none."""
+  if not isinstance(reference, gin.config.ConfigurableReference):
+    return {}
+  return gin.get_bindings(reference.scoped_selector, resolve_references=False)
 
 
 def _places() -> dict[str, _Place]:
@@ -420,8 +435,8 @@ def _help(values: flags.FlagValues) -> str:
 def _help_of_run(files: Sequence[str], arguments: Sequence[str], values: flags.FlagValues) -> str:
   parse_files(files, values.gin_search_paths)
   lines = [_USAGE, *(gin_files.header(file) for file in files), "", "Settings:"]
-  places = _places()
-  values_of = {name.upper(): place.parameter.default for name, place in _parameters().items()}
+  places, parameters = _places(), _parameters()
+  values_of = {name.upper(): place.parameter.default for name, place in parameters.items()}
   for name, value in (values_of | macros()).items():
     place = places.get(name)
     words = flag_values.meaning(place.function, place.parameter.name) if place else ""
@@ -434,14 +449,13 @@ def _help_of_run(files: Sequence[str], arguments: Sequence[str], values: flags.F
     if entry := registry.entry(part, name):
       lines += ["", f"Settings of --{part} {name}, which is for: {entry.use}"]
       found = _settings_of(part, name, entry, given)
-      lines += [_setting(flag, setting.default) for flag, setting in found.items()]
+      lines += [_setting(flag, x.default) for flag, x in found.items() if flag not in parameters]
     else:
       lines += ["", f"Values of --{part}; with --help too, one prints its settings:"]
       in_front = {each: entry for each, entry in entries.items() if not entry.is_on_shelf}
       lines += [f"  {each:<25} {entry.use}" for each, entry in in_front.items()]
       shelf = ", ".join(each for each in entries if each not in in_front)
       lines += [f"On the shelf, complete but slower: {shelf}"]
-  lines += ["", f"Your own models ({_CHECKPOINTS}): {_as_flags((*_CHECKPOINT_MACROS, 'DRAFT'))}"]
   return "\n".join(lines)
 
 

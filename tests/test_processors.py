@@ -455,7 +455,7 @@ def test_values_of_settings_are_arguments_of_the_program():
     (dict(typical_p=0.0), "typical_p is 0.0"),
     (dict(do_sample=True, temperature=0.0), "which is argmax"),
     (dict(max_length=1), "max_length is 1, and 1 tokens come before"),
-    (dict(num_return_sequences=2), "all of them would be equal"),
+    (dict(num_return_sequences=2), "all outputs would be equal"),
     (
       dict(num_beams=2, tree=(0, 0)),
       "a beam search has no tree, logprobs, fixed_width or lenience",

@@ -259,7 +259,6 @@ def test_help_of_a_run_has_its_comment_and_its_settings(folder, capsys):
   assert "  --output_dir runs/speedup             folder for both files\n" in said
   assert "  --gammas '(3, 5, 7)'                  numbers of draft tokens per round" in said
   assert "  --prefix ''                           text prepended to each line that is not" in said
-  assert "Your own models (gin/models/checkpoints.gin): --draft, " in said
   assert "  ngrams                    a text of the task's outputs exists\n" in said
   assert "On the shelf, complete but slower: stopping, " in said and "  lookahead  " not in said
 
@@ -304,7 +303,44 @@ def test_macro_without_a_value_is_reported_as_a_flag(folder, capsys):
   assert said == "error: The gin files need values of --target_text; give these flags.\n"
 
 
-def test_flags_of_checkpoints_add_their_gin_file(folder, capsys):
+@pytest.mark.parametrize(
+  "command, bound",
+  [
+    ("translate --dtype bfloat16", {"dtype": "bfloat16", "weights": "stored"}),
+    ("translate --weights int8", {"weights": "int8"}),
+    ("speedup --target X --draft Y", {"target": "X", "draft": "Y", "dtype": "auto"}),
+    ("check --target X --dtype float32", {"target": "X", "dtype": "float32"}),
+    ("serve --kernels xla --task a --vocabulary V", dict(kernels="xla", task="a", vocabulary="V")),
+    ("decode --extra_ids 0 --source_language fr", {"extra_ids": 0, "source_language": "fr"}),
+    ("quickstart --max_source_tokens 9 --draft_weights int4", {"max_source_tokens": 9}),
+    ("speedup --gin_file=gin/models/sharded.gin --model_parallel 1 --task a", {"task": "a"}),
+    ("speedup --gin_file=gin/models/flan_t5.gin --target %XL", {"vocabulary": "vocabulary.model"}),
+    ("trees --verifier tokens --weights stored", {"weights": "stored"}),  # its own are VERIFIERS
+  ],
+)
+def test_parameters_of_the_pair_are_settings_of_a_run(monkeypatch, command, bound):
+  monkeypatch.chdir(ROOT)
+  _, files, arguments = run.read_command(["specdec", *command.split()])
+  try:
+    run.parse_files(files)
+    run.parse_bindings(run.to_bindings(arguments))
+    found = gin.get_bindings("load.load_pair")
+  finally:
+    gin.clear_config()
+  assert {name: found[name] for name in bound} == bound and "verifier" not in found
+
+
+def test_help_lists_the_parameters_of_the_pair_with_their_meaning(folder, capsys):
+  said = output(capsys, "translate", "-h")
+  assert re.search(r"^  --target /.+/target  checkpoint of the target ", said, re.MULTILINE)
+  assert re.search(r"^  --weights stored +how the matrices of the target are", said, re.MULTILINE)
+  assert re.search(r"^  --gamma None +number of draft tokens per round; 5 by default", said, re.M)
+  assert not re.search("--(shardings|draft_shardings|num_return_sequences) ", said)
+  said = output(capsys, "speedup", "--gin_file=gin/models/random.gin", "-h")
+  assert re.search(r"^  --kernels auto +'xla' for XLA only", said, re.MULTILINE)
+
+
+def test_target_that_does_not_exist_is_reported(folder, capsys):
   said = error(capsys, "translate", "--input", "-", "--target", "here/gone/x", "--draft=gone")
   assert "There is no model in here/gone/x" in said
 

@@ -18,6 +18,13 @@ def settings():
   )
 
 
+def test_every_filter_identifies_a_setting():
+  names = "min_p", "typical_p", "epsilon_cutoff", "eta_cutoff", "top_p"
+  samplings = [Sampling(), *(Sampling(**{name: 0.1}) for name in names)]
+  found = settings_to_measure(tiny_pair.pair(), ["A man"], map(DecodeSettings, samplings), [3])
+  assert len({each.key for each in found}) == len(samplings)
+
+
 def table_of(measured):
   cells = tuple((str(r.settings.gamma), str(r.outputs.alpha)) for r in measured)
   return [Table("title", ("gamma", "alpha"), cells, ())]

@@ -631,7 +631,7 @@ def test_forced_token_starts_each_output(run):
     ({"NUM_BEAMS": 0}, "num_beams is 0"),
     ({"NUM_BEAMS": 2, "TEMPERATURE": 1.0}, "a beam search does not sample"),
     ({"NUM_BEAMS": 2, "TREE": [0, 0]}, "a beam search has no tree"),
-    ({"NUM_RETURN_SEQUENCES": 2, "TEMPERATURE": 1.0}, "A line has one output"),
+    ({"NUM_RETURN_SEQUENCES": 2, "TEMPERATURE": 1.0}, "no setting --num_return_sequences"),
     ({"NODES": 9}, "draft_beams and nodes are for a beam search"),
   ],
   ids=str,

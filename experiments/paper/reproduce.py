@@ -220,7 +220,7 @@ class Checkpoints:
     return dataclasses.replace(pair, task=task.name, max_source_tokens=task.max_source_tokens)
 
   def _draft(self, target: Loaded, name: str, task: Task) -> DraftSpec:
-    draft = checkpoint_draft(target, self._paths(task)[name], self.dtype)
+    draft = checkpoint_draft(target, self._paths(task)[name], dtype=self.dtype)
     if not self.papers_own:
       return draft
     _, comma, change = draft.name.partition(",")  # such as int8 weights

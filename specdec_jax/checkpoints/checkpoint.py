@@ -99,8 +99,8 @@ class Checkpoint:
     if found is None:
       raise InputError(
         f"The target {self.path} has no vocabulary with it; expected tokenizer.json, spiece.model "
-        "or other files of its tokenizer in its folder. Give its file as vocabulary (VOCABULARY "
-        "on the command line)."
+        "or other files of its tokenizer in its folder. Give its file as vocabulary "
+        "(--vocabulary on the command line)."
       )
     tokens = ModelTokens(self.config.has_encoder, self.eos_ids, self.config.pad_id, source_language)
     return open_vocabulary_of_model(found, self.config.vocab_size, extra_ids, tokens)

@@ -138,7 +138,7 @@ def check_exactness(
   if not all(pair.verifier(sampling).exact for sampling in samplings):
     raise InputError(
       f"{pair.verifier_name} is lossy here: its output is not the target's own, so there "
-      "is nothing to check; give an exact verifier as load.load_pair.verifier."
+      "is nothing to check; give an exact --verifier."
     )
   counts = dict(num_tokens=num_tokens, num_draft_tokens=num_draft_tokens)
   counts |= dict(num_rounds=num_rounds, max_new_tokens=max_new_tokens)

@@ -33,9 +33,11 @@ def quickstart(
 ) -> None:
   """Decode sentences, print the speedup of one setting, then measure all settings with `speedup`.
 
+  Other arguments are those of `commands.speedup.speedup`.
+
   Args:
-    gammas: see `speedup`, as for the other arguments. The outputs that are printed have the middle
-      gamma and temperature 0.
+    gammas: numbers of draft tokens per round to measure. The outputs that are printed have the
+      middle one and temperature 0.
     show_rounds: number of sentences whose rounds are printed.
 
   Raises:

@@ -28,7 +28,7 @@ def speedup(
   top_p: float = 1.0,
   batch_size: int = 1,
   max_new_tokens: int = 64,
-  repeats: int = 5,
+  repeats: int = 3,
   seed: int = 0,
   lenience: float = 1.0,
   report_examples: int = 4,

@@ -49,6 +49,10 @@ class MeasurementSettings:
   temperature: float  # 0 means argmax
   top_k: int = 0  # 0 means no limit
   top_p: float = 1.0
+  min_p: float = 0.0  # this and the following filters are those of `Sampling`
+  typical_p: float = 1.0
+  epsilon_cutoff: float = 0.0
+  eta_cutoff: float = 0.0
   lenience: float = 1.0
   gamma: int  # for a tree its depth; for beam search the steps that the draft searches ahead
   tree: tuple[int, ...] | None = None  # parents of the draft tokens of a static tree
@@ -278,9 +282,7 @@ def settings_to_measure(
         num_examples=len(texts),
         distinct_texts=len(set(texts)),
         inputs_sha256=hashlib.sha256("\n".join(texts).encode()).hexdigest()[:12],
-        temperature=each.sampling.temperature,
-        top_k=each.sampling.top_k,
-        top_p=each.sampling.top_p,
+        **dataclasses.asdict(each.sampling),
         lenience=each.lenience,
         gamma=gamma,
         verifier=pair.verifier_name,

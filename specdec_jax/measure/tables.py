@@ -84,6 +84,12 @@ def _tree_text(r: Record) -> str:
   return f"tree of {len(depths)} nodes ({'-'.join(map(str, Counter(depths).values()))})"
 
 
+def _other_filters(r: Record) -> str:
+  neutral = dict(min_p=0, typical_p=1, epsilon_cutoff=0, eta_cutoff=0)
+  values = {name: getattr(r.settings, name) for name in neutral}
+  return ", ".join(f"{name} {x:g}" for name, x in values.items() if x != neutral[name]) or MISSING
+
+
 def _setting(name: str, value: Any) -> str:
   return MISSING if value is None else f"{name} {value}"
 
@@ -116,6 +122,7 @@ DETAILS: dict[str, Callable[[Record], str]] = {
   "proposal": _tree_text,
   "top-k": lambda r: f"top-k {r.settings.top_k}",
   "top-p": lambda r: f"top-p {r.settings.top_p:g}",
+  "other filters": _other_filters,
   "lenience": lambda r: f"lenience {r.settings.lenience:g}",
   "limit": lambda r: _setting("limit", r.settings.max_new_tokens),
   "seed": lambda r: f"seed {r.settings.seed}",

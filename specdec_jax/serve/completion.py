@@ -24,6 +24,7 @@ from specdec_jax.errors import InputError
 from specdec_jax.generate import (
   GenerateCall,
   Output,
+  before_stop,
   generation_config,
   new_tokens,
   sample_keys,
@@ -57,18 +58,10 @@ class Choice:
   def update(self, result: DecodeResult, done: bool) -> None:
     """Replace the output, given the result of its row and whether that is final."""
     self.output = output = self._call.output(require_finite(result), 0, done)
-    has_stop = output.finish_reason == "stop_string"
-    self.ended = done or has_stop
+    self.ended = done or output.finish_reason == "stop_string"
     stops = self._call.config.stops
     space = self._call.pair.vocabulary.space_before(output.tokens) if stops else ""
-    text = space + output.text
-    if has_stop:
-      text = text[: min(text.find(stop) for stop in stops if stop in text)]
-    elif not done:  # the beginning of a stop string is held back
-      starts = range(max(0, len(text) - max(map(len, stops), default=0)), len(text))
-      found = (i for i in starts if any(stop.startswith(text[i:]) for stop in stops))
-      text = text[: next(found, None)]
-    self.text = text[len(space) :]
+    self.text = before_stop(space + output.text, stops, done)[0][len(space) :]
 
   def take(self) -> dict[str, Any] | None:
     """Return the part that was not sent yet; None if there is none and the output goes on."""
@@ -185,10 +178,6 @@ class Completion:
       settings["stop_strings"] = request.stops
     config, prefix = generation_config(pair, request.task, settings)
     prefix = service.prefix if request.task is None else prefix
-    if request.n > 1 and config.sampling().is_argmax:
-      raise InputError(
-        f"n is {request.n}, and at temperature 0 all outputs would be equal; give a temperature."
-      )
     rows = []
     for place, text in enumerate(request.prompts):
       rows.append(pair.vocabulary.encode(prefix + text))

@@ -157,11 +157,12 @@ def _require_bounded(name: str, value: Any, most: Sequence[int] = _MAX_ENTRIES) 
 def input_errors(names: Collection[str]) -> Iterator[None]:
   """Raise errors as a `RequestError` with status 400.
 
-  A message that begins with one of `names`, fields of the request, is about that field.
+  A message has the names of a request, and if it begins with one of `names`, is about that field.
   """
   try:
     yield
   except (TypeError, ValueError) as error:  # InputError, or a value with a wrong type
-    message = str(error).replace("max_new_tokens", "max_tokens")  # its name in a request
+    message = str(error).replace("max_new_tokens", "max_tokens")
+    message = message.replace("num_return_sequences", "n")
     first = message.partition(" ")[0]
     raise RequestError(400, message, first if first in names else None) from error
