@@ -23,6 +23,7 @@ from experiments.speech import published
 from specdec_jax import load_pair
 from specdec_jax.core.context import Encoded
 from specdec_jax.core.types import AnyPair
+from specdec_jax.data.text import read_lines
 from specdec_jax.data.vocabulary import padded
 from specdec_jax.measure.alpha import teacher_forced
 from specdec_jax.models.whisper import WhisperModel
@@ -48,7 +49,7 @@ def arrays(config, count: int) -> dict[str, tuple[tuple[int, ...], str]]:
 
 
 def write(pair: AnyPair, windows: str | os.PathLike, output_dir: str | os.PathLike) -> None:
-  """Write the arrays for the windows of `corpus.make`."""
+  """Write the arrays for the finished windows of `corpus.make`, in whole batches."""
   speech = np.load(pathlib.Path(windows) / "windows.npy", mmap_mode="r")
   output = pathlib.Path(output_dir)
   output.mkdir(parents=True, exist_ok=True)
@@ -78,7 +79,8 @@ def write(pair: AnyPair, windows: str | os.PathLike, output_dir: str | os.PathLi
       "cross": cross.astype(half),
     }
 
-  steps = range(first, len(speech), BATCH)
+  finished = len(read_lines(pathlib.Path(windows) / "windows.jsonl"))
+  steps = range(first, finished // BATCH * BATCH, BATCH)
   for step, start in enumerate(track(steps, "outputs", transient=True)):
     timed = bool((start // BATCH) % 2)
     batch = speech[start : start + BATCH]
@@ -95,7 +97,7 @@ def write(pair: AnyPair, windows: str | os.PathLike, output_dir: str | os.PathLi
     for name, values in found.items():
       files[name][rows] = values
     files["tokens"][rows], files["prompts"][rows] = tokens, padded(before, 4, -1)
-    if step % 10 == 9 or start + BATCH >= len(speech):
+    if step % 10 == 9 or start == steps[-1]:
       for file in files.values():
         file.flush()
       done.write_text(json.dumps(start + BATCH))
