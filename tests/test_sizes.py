@@ -35,6 +35,8 @@ PUBLISHED = {
   "marian": dict(base="74.4M"),
   "m2m100": {"418m": "484M", "1.2b": "1.24B"},
   "nllb": {"600m": "615M", "1.3b": "1.37B", "3.3b": "3.34B"},
+  "whisper": dict(tiny="37.8M", base="72.6M", small="242M", medium="764M", large="1.54B"),
+  "whisper_v3": dict(large="1.54B", turbo="809M", distil="756M"),
   "t5gemma": {
     "s-s": "0.3B",
     "b-b": "0.6B",
@@ -61,6 +63,7 @@ T5 = {
 # Families whose checkpoints tie the logits to the embeddings. This package keeps a copy, because
 # the two differ by a factor.
 TIED = "bart", "mbart", "pegasus", "marian", "m2m100", "nllb", "t5gemma"
+TIED += "whisper", "whisper_v3"
 
 
 def shapes(config):
@@ -177,6 +180,19 @@ CONFIGS = {
   ),
   ("m2m100", "1.2b"): bart("m2m_100", (1024, 16, 8192, 24, 24, 128112), "relu"),
   ("nllb", "3.3b"): bart("m2m_100", (2048, 16, 8192, 24, 24, 256206), "relu"),
+  ("whisper_v3", "turbo"): dict(
+    model_type="whisper",
+    d_model=1280,
+    encoder_layers=32,
+    decoder_layers=4,
+    num_mel_bins=128,
+    vocab_size=51866,
+    eos_token_id=50257,
+    pad_token_id=50257,
+    decoder_start_token_id=50258,
+    **{f"{stack}_attention_heads": 20 for stack in ("encoder", "decoder")},
+    **{f"{stack}_ffn_dim": 5120 for stack in ("encoder", "decoder")},
+  ),
   ("t5gemma", "b-b"): dict(model_type="t5gemma", encoder=GEMMA_B, decoder=GEMMA_B),
 }
 

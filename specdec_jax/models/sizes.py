@@ -14,8 +14,8 @@ _Sizes = dict[str, tuple[int, ...]]
 # the Hugging Face Hub: google/mt5-*, google/byt5-*, google/umt5-*, google/flan-ul2,
 # google/madlad400-*-mt, Salesforce/codet5*, facebook/bart-*, sshleifer/distilbart-cnn-*,
 # facebook/mbart-large-50-many-to-many-mmt, google/pegasus-*, Helsinki-NLP/opus-mt-en-de,
-# facebook/m2m100_* and facebook/nllb-200-*. CodeT5+ 220M and 770M have the sizes of codet5 base and
-# large. nllb 600m is distilled, and the distilled 1.3B has the size of 1.3b.
+# facebook/m2m100_*, facebook/nllb-200-*, openai/whisper-* and distil-whisper/distil-large-v3.
+# CodeT5+ 220M and 770M have the sizes of codet5 base and large. nllb 600m is distilled, and the distilled 1.3B has the size of 1.3b.
 # gpt_like: Section 4.2 of the paper; with separate matrices for embeddings and logits, the two
 # sizes have the paper's 97M and 6M parameters. gpt2: Radford et al., 2019, and DistilGPT2. lamda:
 # Thoppilan et al., 2022, Table 27, which counts parameters without embeddings. The table does not
@@ -75,6 +75,18 @@ _T5_FAMILIES: dict[str, _Sizes] = {
     "1.3b": (1024, 16, 64, 8192, 24),
     "3.3b": (2048, 16, 128, 8192, 24),
   },
+  "whisper": {
+    "tiny": (384, 6, 64, 1536, 4),
+    "base": (512, 8, 64, 2048, 6),
+    "small": (768, 12, 64, 3072, 12),
+    "medium": (1024, 16, 64, 4096, 24),
+    "large": (1280, 20, 64, 5120, 32),
+  },
+  "whisper_v3": {
+    "large": (1280, 20, 64, 5120, 32),
+    "turbo": (1280, 20, 64, 5120, 32, 4),
+    "distil": (1280, 20, 64, 5120, 32, 2),
+  },
   "t5gemma": dict.fromkeys(("s-s", "b-b", "l-l", "ml-ml", "xl-xl", "2b-2b", "9b-2b", "9b-9b"), ()),
 }
 _GPT_FAMILIES: dict[str, _Sizes] = {
@@ -130,6 +142,18 @@ _M2M100 = _BART | dict(
   has_final_norm=True,
   embedding_norm=False,
 )
+_WHISPER: dict[str, Any] = dict(
+  vocab_size=51865,
+  gated=False,
+  activation="gelu_exact",
+  biases=True,
+  num_positions=448,
+  num_mels=80,
+  source_positions=1500,
+  pad_id=50257,
+  eos_id=50257,
+  start_id=50258,
+)
 _FIELDS: dict[str, dict[str, Any]] = {
   "1.0": _T5 | dict(gated=False, activation="relu", tied_logits=True),
   "1.1": _T5,
@@ -155,6 +179,8 @@ _FIELDS: dict[str, dict[str, Any]] = {
   ),
   "m2m100": _M2M100,
   "nllb": _M2M100 | dict(vocab_size=256206),
+  "whisper": _WHISPER,
+  "whisper_v3": _WHISPER | dict(vocab_size=51866, num_mels=128),
   "t5gemma": dict(
     vocab_size=256000,
     encoder_embeddings=True,
@@ -225,8 +251,9 @@ def named_config(version: str | float, size: str, **overrides) -> Any:
   """Return the published configuration of one size of a T5 version or of another family.
 
   It is a `GPTConfig` for the families of `gpt_config`, and a `T5Config` for '1.0', '1.1', 'mt5',
-  'byt5', 'umt5', 'ul2', 'madlad', 'codet5', 'bart', 'mbart', 'pegasus', 'marian', 'm2m100', 'nllb'
-  and 't5gemma'. `overrides` are fields that differ from the published ones.
+  'byt5', 'umt5', 'ul2', 'madlad', 'codet5', 'bart', 'mbart', 'pegasus', 'marian', 'm2m100', 'nllb',
+  'whisper' (multilingual), 'whisper_v3' and 't5gemma'. `overrides` are fields that differ from the
+  published ones.
   """
   family = version_name(version)
   if size not in sizes_of(family):
