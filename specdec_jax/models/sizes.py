@@ -15,7 +15,8 @@ _Sizes = dict[str, tuple[int, ...]]
 # google/madlad400-*-mt, Salesforce/codet5*, facebook/bart-*, sshleifer/distilbart-cnn-*,
 # facebook/mbart-large-50-many-to-many-mmt, google/pegasus-*, Helsinki-NLP/opus-mt-en-de,
 # facebook/m2m100_*, facebook/nllb-200-*, openai/whisper-* and distil-whisper/distil-large-v3.
-# CodeT5+ 220M and 770M have the sizes of codet5 base and large. nllb 600m is distilled, and the distilled 1.3B has the size of 1.3b.
+# CodeT5+ 220M and 770M have the sizes of codet5 base and large. nllb 600m is distilled, and the
+# distilled 1.3B has the size of 1.3b.
 # gpt_like: Section 4.2 of the paper; with separate matrices for embeddings and logits, the two
 # sizes have the paper's 97M and 6M parameters. gpt2: Radford et al., 2019, and DistilGPT2. lamda:
 # Thoppilan et al., 2022, Table 27, which counts parameters without embeddings. The table does not
