@@ -21,12 +21,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from flax import serialization
+from flax import serialization, traverse_util
 from jax import Array, lax
 
 from experiments.lib import script
 from experiments.speech import corpus, published
 from specdec_jax import load_pair
+from specdec_jax.checkpoints.formats import TABLE
+from specdec_jax.checkpoints.load import load_model
 from specdec_jax.checkpoints.save import save_model
 from specdec_jax.core.arrays import gather
 from specdec_jax.core.atomic_files import atomic_write
@@ -102,6 +104,7 @@ def batches(
 
 def train(
   pair: AnyPair,
+  target_params: Any,
   folder: str,
   output: str,
   num_tokens: int,
@@ -133,8 +136,9 @@ def train(
     mlp_dim=config.mlp_dim,
     num_decoder_layers=1,
     table_tokens=len(chosen),
+    **{name: getattr(config, name) for name in ("gated", "activation", "biases", "num_positions")},
   )
-  params: Any = init_params(head, jax.random.key(0))
+  params = _from_target(init_params(head, jax.random.key(0)), target_params, config)
   params["decoder"]["logits_dense"]["output_tokens"] = jnp.asarray(chosen, jnp.int32)
   own, fixed = _split(params)
   table = pair.target.params["token_embedder"]["embedding"]
@@ -205,6 +209,22 @@ def train(
     save_model(output, head, _joined(own, fixed), words.fingerprint(), jnp.bfloat16)
 
 
+def _from_target(params: Any, target_params: Any, config: Any) -> Any:
+  """Return the parameters of a head, with those of the target's last layer where they fit.
+
+  Conditioning begins as small as the embeddings of tokens are.
+  """
+  own, other = (traverse_util.flatten_dict(tree, sep="/") for tree in (params, target_params))
+  last, std = f"layers_{config.num_decoder_layers - 1}", other[TABLE].std()
+  for name, x in own.items():
+    taken = other.get(name.replace("layers_0", last))
+    if taken is not None and taken.shape == x.shape:
+      own[name] = taken
+    elif name == "age" or name == "state/kernel":
+      own[name] = std * x
+  return traverse_util.unflatten_dict(own, sep="/")
+
+
 def _few_logits(module: Any, inputs, hidden, anchors, cross, bias) -> Array:
   """Return the logits of the head's tokens, as `SharedEncoderT5.after_each` of all tokens."""
   x, embedding = module.token_embedder(inputs), module.token_embedder.embedding
@@ -237,7 +257,9 @@ def main() -> None:
   args = parser.parse_args()
   pair = load_pair(str(published.folder("base")), kernels="xla")
   texts = corpus.sentences(args.texts)
-  train(pair, args.data, args.output, args.tokens, args.epochs, args.batch_size, args.rate, texts)
+  _, target_params = load_model(str(published.folder("base")))
+  settings = args.tokens, args.epochs, args.batch_size, args.rate
+  train(pair, target_params, args.data, args.output, *settings, texts)
 
 
 if __name__ == "__main__":
