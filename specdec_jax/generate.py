@@ -330,8 +330,9 @@ def _forced_tokens(
       for text in _require_texts(_as_list("decoder_texts", texts), name="decoder_texts")
     ]
   else:
-    first_tokens, _ = pair.target.model.prompt_tokens(jnp.ones((1, 1), jnp.int32))
-    start = None if pair.continues else int(first_tokens[0, 0])
+    start = None
+    if not pair.continues:
+      start = int(pair.target.model.prompt_tokens(pair.prompt([""]))[0][0, 0])
     rows = [np.asarray(row, object).tolist() for row in (() if ids is None else ids)]
     rows = [row[1:] if row[:1] == [start] else row for row in rows]
   if len(rows) != count:

@@ -285,6 +285,8 @@ class Pair:
 
   def encode(self, text: str) -> list[int]:
     """Return the token ids of a source, truncated as `max_source_tokens` says."""
+    if self.target.speech is not None:
+      raise InputError(f"{self.target.name} reads speech, not texts; call speech.transcribe.")
     return self.truncated(self.vocabulary.encode(text))
 
   def truncated(self, ids: list[int]) -> list[int]:

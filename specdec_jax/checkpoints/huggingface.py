@@ -74,7 +74,9 @@ def open_state(
   speech = None
   if family is whisper:  # its settings of prompts are no settings of `generate` here
     named = {**fields, **(generation or {})}
-    generation = {k: x for k, x in (generation or {}).items() if k not in whisper.SPEECH}
+    fields = {name: x for name, x in fields.items() if name not in whisper.SPEECH}
+    if generation is not None:
+      generation = {name: x for name, x in generation.items() if name not in whisper.SPEECH}
   settings = generation_of(fields, generation)
   fields |= {name: x for name in _OF_TEXTS if (x := (generation or {}).get(name)) is not None}
   config = family.config(path, fields)

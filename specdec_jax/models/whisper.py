@@ -36,7 +36,7 @@ class SpeechTokens:
       follow it. None if the files do not name it.
     previous_id: token before text that precedes the transcript; None if the files do not name it.
     max_initial: largest number of the first timestamp; None for no limit.
-    language: code of the language that the files set, if any.
+    language: the language that the files set, if any; see `code`.
     task: the task that they set, if any.
   """
 
@@ -49,6 +49,20 @@ class SpeechTokens:
   max_initial: int | None = None
   language: str | None = None
   task: str | None = None
+
+  def code(self, language: str) -> str:
+    """Return the code of a language, given its code, token or name; or else `language`.
+
+    Names are those of transformers, if it is installed.
+    """
+    code = str(language).lower().strip("<|>")
+    if code in self.languages:
+      return code
+    try:
+      from transformers.models.whisper.tokenization_whisper import TO_LANGUAGE_CODE
+    except ImportError:
+      return language
+    return TO_LANGUAGE_CODE.get(code, language)
 
   def prompt(self, language: str | None, task: str | None, timestamps: bool) -> list[int | None]:
     """Return the tokens before a transcript, as transformers does; None for a detected language."""

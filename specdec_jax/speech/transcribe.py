@@ -25,7 +25,7 @@ from specdec_jax.core.generation_config import SETTINGS
 from specdec_jax.core.trees import given_tree
 from specdec_jax.core.types import AnyPair, DecodeResult
 from specdec_jax.data.vocabulary import padded
-from specdec_jax.errors import InputError, require_count, require_seed
+from specdec_jax.errors import InputError, require_count, require_seed, require_text
 from specdec_jax.generate import GenerateCall, Output, generation_config, sample_keys, text_of
 from specdec_jax.models.families import with_feature_layers
 from specdec_jax.models.whisper import WhisperModel
@@ -35,7 +35,7 @@ from specdec_jax.speech.audio import HOP, SAMPLE_RATE, log_mel, read_audio
 _WINDOW = 3000  # frames of a window
 _FRAME = HOP / SAMPLE_RATE  # seconds
 _MAX_ROUNDS = 1 << 20  # of a call: until a window ends
-_REFUSED = {  # settings of transformers and of Whisper's packages, and what would need them
+_REFUSED = {  # settings of transformers and of Whisper's packages, and what they need
   **dict.fromkeys(("num_beams", "beam_size", "best_of", "patience", "length_penalty"), "beams"),
   **dict.fromkeys(("word_timestamps", "return_token_timestamps"), "times of words"),
   **dict.fromkeys(("vad_filter", "vad_parameters"), "voice activity detection"),
@@ -51,7 +51,7 @@ class Transcript:
   """Transcript of a recording. `str(transcript)` is its text.
 
   Attributes:
-    segments: parts with their times in seconds; without timestamps, one for each window.
+    segments: parts with their times in seconds; without timestamps, the whole recording.
     texts: text of each segment.
     language: code of the language, such as 'en'; None for an English-only model.
     duration: length of the recording in seconds.
@@ -100,8 +100,9 @@ class Transcriber:
   Tokens are those of transformers 5.24 with the same settings, with or without a draft.
 
   Attributes:
-    language: code or name of the language, such as 'en' or 'english'; by default that of the files
-      of the target, or else the most probable one of the first window.
+    language: code of the language, such as 'en', or a name that transformers knows, such as
+      'english'; by default that of the files of the target, or else the most probable one of the
+      first window.
     task: 'transcribe', or 'translate' for a translation to English.
     timestamps: whether segments have times. By default only recordings of more than 30 seconds
       have, which need them.
@@ -152,11 +153,15 @@ class Transcriber:
     name, tokens = self.pair.target.name, self.tokens
     for setting in self.generation:
       if setting in _REFUSED:
-        raise InputError(f"{setting} is not supported: there are no {_REFUSED[setting]} here.")
+        raise InputError(f"{setting} is not supported: it needs {_REFUSED[setting]}.")
       if setting not in SETTINGS:
         raise InputError(f"There is no setting {setting}.")
     if tokens is None:
       raise InputError(f"{name} does not read speech; give a Whisper as target.")
+    if language := self.language or tokens.language:
+      object.__setattr__(self, "language", tokens.code(language))
+    if self.initial_prompt is not None:
+      require_text("initial_prompt", self.initial_prompt)
     for setting, known in (("task", tokens.tasks), ("language", tokens.languages)):
       if (value := getattr(self, setting)) not in (None, *known):
         those = f"it knows {', '.join(known)}" if known else "it is English-only"
@@ -167,7 +172,8 @@ class Transcriber:
       raise InputError(f"The files of {name} do not name its timestamps.")
     if self._prompt_width > 4 and tokens.previous_id is None:
       raise InputError(f"The files of {name} do not name the token that announces previous text.")
-    assert self._calls  # which checks the other settings
+    if not self._calls:  # which checks the other settings
+      raise InputError("temperature is empty; give one or several temperatures.")
 
   @property
   def tokens(self) -> Any:
@@ -322,9 +328,9 @@ class Transcriber:
     """Return the current window of a recording as a text to decode."""
     tokens = [*self._before(recording), *recording.prompt]
     config = self._calls[recording.attempt].config
-    limit = most = self._target.config.num_positions - len(tokens)
-    if (config.max_new_tokens, config.max_length) != (None, None):
-      (limit,) = config.new_tokens([len(tokens)])
+    most = self._target.config.num_positions - len(tokens)
+    # As in transformers, max_length does not count the prompt of a window.
+    limit = config.max_new_tokens or min(config.max_length or most, most)
     if limit > most:
       raise InputError(
         f"{len(tokens)} tokens before the output and {limit} new tokens are too long for "
@@ -399,8 +405,9 @@ class Transcriber:
     codes = {token: code for code, token in self.tokens.languages.items()}
     language = next((codes[token] for token in recording.prompt if token in codes), None)
     segments = recording.segments
-    if not recording.timed:
-      segments = [each._replace(end=recording.duration) for each in segments]
+    if segments and not recording.timed:  # a model may still emit timestamps
+      tokens = np.concatenate([segment.tokens for segment in segments])
+      segments = [times.Segment(0.0, recording.duration, tokens)]
     texts = tuple(self._words(segment.tokens) for segment in segments)
     return Transcript(
       tuple(segments), texts, language, recording.duration, tuple(recording.outputs)

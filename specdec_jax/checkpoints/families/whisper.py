@@ -107,6 +107,6 @@ def tokens(fields: Mapping[str, Any]) -> SpeechTokens:
     no_timestamps_id=fields.get("no_timestamps_token_id"),
     previous_id=fields.get("prev_sot_token_id"),
     max_initial=fields.get("max_initial_timestamp_index"),
-    language=(fields.get("language") or "").strip("<|>") or None,
+    language=fields.get("language"),
     task=fields.get("task"),
   )
