@@ -1,5 +1,6 @@
 """Folders of Hugging Face with a small random Whisper, and recordings of noise."""
 
+import os
 import pathlib
 import wave
 
@@ -85,15 +86,11 @@ def write_tokenizer(path: pathlib.Path) -> dict[str, int]:
   return {name: tokenizer.token_to_id(f"<|{name}|>") for name in names}
 
 
-def write_noise(
-  path: pathlib.Path, seconds: float, seed: int = 0, rate: int = 16_000
-) -> pathlib.Path:
-  """Write a WAV file of noise whose loudness changes every half second, and return its path."""
+def write_noise(path: str | os.PathLike, seconds: float, seed: int = 0) -> None:
+  """Write a WAV file of noise at 16 kHz whose loudness changes every half second."""
   rng = np.random.default_rng(seed)
-  num_samples = round(seconds * rate)
-  loudness = np.repeat(rng.uniform(0, 8000, num_samples // (rate // 2) + 1), rate // 2)
-  samples = rng.normal(size=num_samples) * loudness[:num_samples]
-  with wave.open(str(path), "wb") as file:
-    file.setparams((1, 2, rate, 0, "NONE", ""))
+  loudness = rng.uniform(0, 8000, int(2 * seconds) + 1).repeat(8000)[: round(seconds * 16_000)]
+  samples = rng.normal(size=len(loudness)) * loudness
+  with wave.open(os.fspath(path), "wb") as file:
+    file.setparams((1, 2, 16_000, 0, "NONE", ""))
     file.writeframes(samples.clip(-(2**15), 2**15 - 1).astype("<i2").tobytes())
-  return path
