@@ -145,7 +145,7 @@ def test_exactness_checker_samples_at_a_temperature_other_than_1():
 
 @pytest.mark.parametrize(
   "name",
-  ["quickstart", *(f"runs/{n}" for n in ("check", "decode", "serve", "speedup", "translate"))],
+  ["quickstart", *(f"runs/{n}" for n in "check decode serve speedup transcribe translate".split())],
 )
 def test_runs_use_the_pair_of_load_pair(name):
   ours, default = value_of("PAIR", name), load_pair()

@@ -28,8 +28,10 @@ LIMITS = Limits(batch_size=2, queue_size=2, max_outputs=2, max_audio_bytes=2_000
 @pytest.fixture(scope="module")
 def files(tmp_path_factory):
   """Content of recordings of 3 and of 40 seconds."""
-  path = tmp_path_factory.mktemp("audio") / "noise.wav"
-  return [tiny_whisper.write_noise(path, seconds).read_bytes() for seconds in (3, 40)]
+  paths = [tmp_path_factory.mktemp("audio") / f"{seconds}.wav" for seconds in (3, 40)]
+  for path in paths:
+    tiny_whisper.write_noise(path, int(path.stem))
+  return [path.read_bytes() for path in paths]
 
 
 @pytest.fixture(scope="module")

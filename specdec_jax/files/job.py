@@ -1,4 +1,4 @@
-"""Jobs of `translate` and `decode`: descriptions of everything that their outputs depend on.
+"""Jobs of commands that resume: descriptions of everything that their outputs depend on.
 
 A file next to the outputs has their job as a line of JSON. A later run adds to these outputs only
 if it has the same job.
@@ -137,6 +137,33 @@ def exclusive(path: str, output: str) -> Iterator[IO[str]]:
     yield file
 
 
+def _read_lines(file: IO[str], path: str) -> tuple[Job | None, bytes]:
+  """Return the job in a file that is open, and the lines after it; remove an incomplete line."""
+  content = pathlib.Path(path).read_bytes()
+  header, _, lines = content[: content.rfind(b"\n") + 1].partition(b"\n")
+  earlier = read_job(header, path) if content else None
+  file.truncate(len(header) + 1 + len(lines) if lines else 0)
+  return earlier, lines
+
+
+@contextlib.contextmanager
+def open_log(folder: pathlib.Path, name: str, job: Job) -> Iterator[tuple[IO[str], list[Record]]]:
+  """Open the log of a job that writes several files to a folder, and read its records so far.
+
+  Raises:
+    InputError: another run is writing to the folder, or the log has records of another job.
+  """
+  path = str(folder / name)
+  with exclusive(path, str(folder)) as file:
+    earlier, lines = _read_lines(file, path)
+    if lines:
+      advice = f"choose another folder, or delete {path} to write the files again"
+      require_same(earlier or {}, job, f"{folder} has files of an earlier run", advice)
+    else:
+      file.write(json_line(job))
+    yield file, [json.loads(line) for line in lines.splitlines()]
+
+
 class OutputFile(NamedTuple):
   """Output that is open for writing, and the number of lines that it has of an earlier run."""
 
@@ -169,11 +196,7 @@ def open_output(
     return
   part = pathlib.Path(f"{os.path.realpath(path)}.part")
   with exclusive(str(part), path) as file:
-    content = part.read_bytes()
-    # A line that was not written completely is removed.
-    header, _, lines = content[: content.rfind(b"\n") + 1].partition(b"\n")
-    earlier = read_job(header, str(part)) if content else None
-    file.truncate(len(header) + 1 + len(lines) if lines else 0)
+    earlier, lines = _read_lines(file, str(part))
     try:
       job = planned(earlier if lines else None) | identity(pair)
       if lines:

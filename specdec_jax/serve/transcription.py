@@ -15,7 +15,6 @@ from specdec_jax.generate import Output
 from specdec_jax.serve.completion import Answer
 from specdec_jax.serve.protocol import RequestError, input_errors
 from specdec_jax.serve.service import Service
-from specdec_jax.speech import timestamps as times
 
 _FIELDS: dict[str, tuple[str, ...]] = {  # with their supported values, if not all are
   **dict.fromkeys(("file", "model", "language", "prompt", "temperature"), ()),
@@ -139,11 +138,8 @@ class Transcription(Answer):
     async for _ in self._progress():
       pass
     found = self._transcript
-    if self._format == "text":
-      return PlainTextResponse(f"{found.text}\n")
-    if self._format != "json" and self._format != "verbose_json":
-      write = times.to_srt if self._format == "srt" else times.to_vtt
-      return PlainTextResponse(write(found.segments, found.texts))
+    if self._format in ("text", "srt", "vtt"):
+      return PlainTextResponse(found.formatted("txt" if self._format == "text" else self._format))
     body: dict[str, Any] = dict(
       text=found.text, usage=dict(type="duration", seconds=found.duration)
     )

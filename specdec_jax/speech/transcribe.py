@@ -8,6 +8,8 @@ recordings are decoded together (`batching.Slots`).
 import dataclasses
 import functools
 import itertools
+import json
+import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Literal
 
@@ -71,6 +73,32 @@ class Transcript:
 
   def __str__(self) -> str:
     return self.text
+
+  @property
+  def counts(self) -> dict[str, int]:
+    """Numbers of windows, tokens, rounds, and accepted and rejected draft tokens."""
+    accepted, rejected = map(sum, zip(*(output.acceptance_counts for output in self.outputs)))
+    return dict(
+      windows=len(self.outputs),
+      tokens=sum(len(output.tokens) for output in self.outputs),
+      rounds=sum(len(output.rounds.num_emitted) for output in self.outputs if output.rounds),
+      accepted=accepted,
+      rejected=rejected,
+    )
+
+  def formatted(self, format: Literal["txt", "srt", "vtt", "json"]) -> str:
+    """Return the content of a file: text, subtitles, or JSON with segments and `counts`."""
+    if format == "txt":
+      return f"{self}\n"
+    if format != "json":
+      write = times.to_srt if format == "srt" else times.to_vtt
+      return write(self.segments, self.texts)
+    segments = [
+      dict(start=round(each.start, 2), end=round(each.end, 2), text=text)
+      for each, text in zip(self.segments, self.texts, strict=True)
+    ]
+    record = dict(text=self.text, language=self.language, duration=self.duration)
+    return json.dumps(record | dict(segments=segments) | self.counts, ensure_ascii=False) + "\n"
 
 
 def transcribe(pair: AnyPair, audio: Any, **settings: Any) -> Transcript:
@@ -222,7 +250,7 @@ class Transcriber:
 
     Args:
       audio: paths or bytes of files, or arrays of samples (`audio.read_audio`). One is read when a
-        row of the batch is free.
+        row of the batch is free. None is left out, but counts in the numbers of others.
       report: function that is called after each window with the number of the recording, its
         seconds so far, and its duration.
 
@@ -230,15 +258,16 @@ class Transcriber:
       InputError: a recording cannot be read, or has more than 30 seconds but must have no
         timestamps; or there is not enough memory.
     """
-    waiting = enumerate(audio)
+    waiting = ((index, source) for index, source in enumerate(audio) if source is not None)
     slots: dict[tuple[bool, int], Slots] = {}  # by timestamps and attempt
     active: dict[Text, _Recording] = {}
     ready: list[_Recording] = []  # for their next window
     ended: dict[int, Transcript] = {}
-    first = 0  # recording whose transcript is yielded next
+    order: list[int] = []  # of recordings whose transcripts are not yielded yet
     while True:
       for index, source in itertools.islice(waiting, self.batch_size - len(ready) - len(active)):
         ready.append(self.opened(index, source))
+        order.append(index)
       if not (ready or active):
         return
       for key in sorted({(each.timed, each.attempt) for each in ready}):
@@ -260,20 +289,28 @@ class Transcriber:
             ready.append(recording)
           else:
             ended[recording.index] = self.transcript(recording)
-      while first in ended:
-        yield ended.pop(first)
-        first += 1
+      while order and order[0] in ended:
+        yield ended.pop(order.pop(0))
+
+  def read(self, source: Any) -> Float[np.ndarray, " samples"]:
+    """Return the samples of a recording at 16 kHz, or raise InputError as `run` does."""
+    samples = read_audio(source, self.sample_rate)
+    if self._is_timed(samples) and (
+      self.timestamps is False or self.tokens.no_timestamps_id is None
+    ):
+      name = source if isinstance(source, str | os.PathLike) else "the audio"
+      reason = "timestamps is False" if self.timestamps is False else "the target has none"
+      duration = len(samples) / SAMPLE_RATE
+      raise InputError(f"{name} has {duration:.0f} s, which need timestamps, and {reason}.")
+    return samples
+
+  def _is_timed(self, samples: np.ndarray) -> bool:
+    return bool(self.timestamps) or len(samples) > _WINDOW * HOP
 
   def opened(self, index: int, source: Any) -> "_Recording":
     """Read a recording, and decide on its timestamps and language."""
-    samples, config = read_audio(source, self.sample_rate), self._target.config
-    duration, is_short = len(samples) / SAMPLE_RATE, len(samples) <= _WINDOW * HOP
-    timed = bool(self.timestamps) or not is_short
-    if timed and (self.timestamps is False or self.tokens.no_timestamps_id is None):
-      reason = "timestamps is False" if self.timestamps is False else "the target has none"
-      raise InputError(
-        f"Recording {index} has {duration:.0f} seconds, which need timestamps, and {reason}."
-      )
+    samples, config = self.read(source), self._target.config
+    duration, timed = len(samples) / SAMPLE_RATE, self._is_timed(samples)
     mel = log_mel(samples, config.num_mels, _WINDOW * HOP)
     prompt = self.tokens.prompt(self.language, self.task, timed)
     recording = _Recording(index, mel, duration, timed, [], self.condition_on_prev_tokens)
