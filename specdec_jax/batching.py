@@ -21,7 +21,7 @@ import numpy as np
 from jax import Array, lax
 from jaxtyping import Int, Key
 
-from specdec_jax.core.context import Prompt
+from specdec_jax.core.context import Encoded, Prompt
 from specdec_jax.core.counts import require_finite
 from specdec_jax.core.decode import Decoder, DecodeState
 from specdec_jax.core.sampling import split_keys
@@ -349,6 +349,11 @@ class Text:
   limit: int
   report: Callable[[DecodeResult | Exception, bool], None]
   needs_rounds: bool = False
+
+  @property
+  def group(self) -> tuple[Decoder, Any]:
+    """Decoder and shape of the tokens of an `Encoded` prompt, equal for all texts of `Slots`."""
+    return self.decoder, self.prompt.tokens.shape if isinstance(self.prompt, Encoded) else None
 
 
 PromptsFn = Callable[[Sequence[Any]], tuple[Any, int | None]]

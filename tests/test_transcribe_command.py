@@ -78,8 +78,7 @@ def test_formats(run, model):
   ]
   assert record["windows"] == len(expected.outputs) > 1
   assert record["tokens"] == sum(len(output.tokens) for output in expected.outputs)
-  assert 0 < record["rounds"] <= record["tokens"]
-  assert 0 <= record["tokens"] - record["accepted"] <= record["rounds"]
+  assert 0 < record["rounds"] <= record["tokens"] <= record["rounds"] + record["accepted"]
 
 
 @pytest.mark.parametrize(
@@ -92,7 +91,6 @@ def test_formats(run, model):
     (["a.wav", "--language", "xx"], "language is 'xx'"),
     (["a.wav", "--num_beams", "2"], "num_beams is not supported"),
   ],
-  ids=str,
 )
 def test_invalid_settings_are_reported_before_a_file_is_read(run, opened, arguments, words):
   status, printed, said = run(*arguments)
@@ -107,17 +105,16 @@ def test_target_that_is_missing_is_reported(run):
 @pytest.mark.slow
 def test_files_that_cannot_be_read_do_not_stop_others(run):
   pathlib.Path("empty.wav").write_bytes(b"")
-  pathlib.Path("cut.wav").write_bytes(pathlib.Path("a.wav").read_bytes()[:44])
   nan, rates = np.full(800, np.nan, "<f4").tobytes(), np.array([16_000, 64_000], "<i4").tobytes()
   header = b"RIFF    WAVEfmt \x10\0\0\0\3\0\1\0" + rates + b"\4\0\x20\0data"
   pathlib.Path("nan.wav").write_bytes(header + len(nan).to_bytes(4, "little") + nan)
   tiny_whisper.write_noise("long.wav", 31)
-  bad = ["empty.wav", "cut.wav", "nan.wav", "gone.wav", "long.wav", "."]
+  bad = ["empty.wav", "nan.wav", "gone.wav", "long.wav", "."]
   status, printed, said = run("a.wav", *bad, "c.wav", "--timestamps", "false", "--batch_size=2")
   assert status == 2 and re.findall(r"^(.*):$", printed, re.MULTILINE) == ["a.wav", "c.wav"]
   errors = [line for line in said.splitlines() if line.startswith("error: ")]
-  assert len(errors) == 7 and all(name in line for name, line in zip(bad, errors))
-  assert errors[-1] == "error: 6 of 8 audio files were not transcribed."
+  bad.append("5 of 7 audio files were not transcribed")
+  assert all(words in line for words, line in zip(bad, errors, strict=True))
 
 
 SAMPLED = ["a.wav", "b.wav", "c.wav", "--temperature", "1", "--format", "srt"]

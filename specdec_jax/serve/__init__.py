@@ -1,1 +1,1 @@
-"""HTTP server with the completions API of OpenAI: requests, the thread of the device, routes."""
+"""HTTP server with OpenAI's APIs for texts and audio: requests, thread of the device, routes."""

@@ -4,6 +4,7 @@ import asyncio
 import socket
 import threading
 import time
+from collections.abc import AsyncGenerator
 from typing import Any
 
 import uvicorn
@@ -16,6 +17,7 @@ from starlette.routing import Route
 from specdec_jax.serve.completion import Completion, error_response, request_error
 from specdec_jax.serve.protocol import RequestError, parse_request
 from specdec_jax.serve.service import Service
+from specdec_jax.serve.transcription import Transcription, parse_form
 
 _SECONDS_TO_SEND = 5  # that answers may take after the last text has ended, when the server stops
 
@@ -28,7 +30,9 @@ class Server:
     self._service = service
     app = Starlette(
       routes=[
-        Route("/v1/completions", self._completions, methods=["POST"]),
+        Route("/v1/completions", self._answer, methods=["POST"]),
+        Route("/v1/audio/transcriptions", self._answer, methods=["POST"]),
+        Route("/v1/audio/translations", self._answer, methods=["POST"]),
         Route("/v1/models", self._models),
         Route("/health", self._health),
         Route("/metrics", self._metrics),
@@ -57,7 +61,7 @@ class Server:
 
   @property
   def is_running(self) -> bool:
-    """True if the server answers requests for completions."""
+    """True if the server answers requests."""
     return self._thread.is_alive() and self._service.engine.is_healthy
 
   def close(self, seconds: float) -> None:
@@ -67,29 +71,24 @@ class Server:
     self._uvicorn.should_exit = True
     self._thread.join()
 
-  async def _completions(self, request: Request) -> Any:
-    start = time.monotonic()
+  async def _answer(self, request: Request) -> Any:
+    start, loop, path = time.monotonic(), asyncio.get_running_loop(), request.url.path
+    service, limits = self._service, self._service.limits
     try:
-      body, loop = await self._body(request), asyncio.get_running_loop()
-      # The event loop goes on while a long prompt is encoded.
-      return await asyncio.to_thread(
-        lambda: Completion(self._service, parse_request(body), start, loop)
-      )
+      # The event loop goes on while a long prompt or a recording is encoded.
+      if path == "/v1/completions":
+        chunks = [chunk async for chunk in _body(request, limits.max_body_bytes)]
+        fields = await asyncio.to_thread(parse_request, b"".join(chunks))
+        return await asyncio.to_thread(Completion, service, fields, start, loop)
+      form = await parse_form(request.headers, _body(request, limits.max_audio_bytes))
+      return await asyncio.to_thread(Transcription, service, path, form, start, loop)
     except ClientDisconnect:
-      self._service.metrics.count(499, "the client left while it sent the body")
+      service.metrics.count(path, 499, "the client left while it sent the body")
       return Response(status_code=499)  # which nobody receives
     except Exception as found:
       error = request_error(found)
-      self._service.metrics.count(error.status, error.message)
+      service.metrics.count(path, error.status, error.message)
       return error_response(error)
-
-  async def _body(self, request: Request) -> bytes:
-    body, most = bytearray(), self._service.limits.max_body_bytes
-    async for chunk in request.stream():
-      body += chunk
-      if len(body) > most:
-        raise RequestError(413, f"The body has more than {most} bytes; send fewer prompts.")
-    return bytes(body)
 
   async def _models(self, request: Request) -> Response:
     model = dict(id=self._service.name, object="model", created=0, owned_by="specdec_jax")
@@ -103,6 +102,15 @@ class Server:
   async def _metrics(self, request: Request) -> Response:
     text = self._service.metrics.text(self._service.engine)
     return PlainTextResponse(text, media_type="text/plain; version=0.0.4")
+
+
+async def _body(request: Request, most: int) -> AsyncGenerator[bytes]:
+  size = 0
+  async for chunk in request.stream():
+    size += len(chunk)
+    if size > most:
+      raise RequestError(413, f"The body has more than {most} bytes; send less per request.")
+    yield chunk
 
 
 def _http_error(request: Request, error: Exception) -> Response:

@@ -10,7 +10,7 @@ import queue
 import secrets
 import time
 import uuid
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -36,6 +36,7 @@ from specdec_jax.serve.service import Service
 
 _LOG = logging.getLogger("specdec_jax")
 _LOWEST = -9999.0  # replaces -inf, the logarithm of 0, which JSON cannot represent
+_PATHS = ("/v1/completions",), ("/v1/audio/transcriptions", "/v1/audio/translations")
 _MAX_WINDOW = 32  # tokens that are decoded together for an offset
 
 
@@ -74,7 +75,7 @@ class Choice:
     if self.ended:
       choice["finish_reason"] = "length" if self.output.finish_reason == "length" else "stop"
       length = self.output.acceptance_length
-      choice["specdec"] = {"rounds": self.num_rounds, "acceptance_length": length}
+      choice["specdec"] = {"rounds": _num_rounds(self.output), "acceptance_length": length}
     self._num_chars = len(self.text)
     return choice
 
@@ -115,17 +116,126 @@ class Choice:
     if end - last >= most or is_whole and decode(tokens[first:end], False) == new:
       self._window = last, end, self._offset
 
-  @property
-  def num_rounds(self) -> int:
-    assert self.output is not None and self.output.rounds is not None
-    return len(self.output.rounds.num_emitted)
 
+class Answer:
+  """Request that the engine decodes texts for, and its answer, an ASGI application.
 
-class Completion:
-  """Request for completions and its answer, an ASGI application.
-
-  Its texts are put into the queue of the engine, and cancelled when the client disconnects.
+  The texts are cancelled when the client disconnects.
   """
+
+  _is_streamed: bool
+
+  def __init__(
+    self, service: Service, path: str, model: str, start: float, loop: asyncio.AbstractEventLoop
+  ):
+    """Prepare the answer of a request that arrived at time `start`."""
+    self._service, self._path, self._start, self._loop = service, path, start, loop
+    if model != service.name:
+      message = f"The model {model!r:.60} does not exist; give {service.name!r}."
+      raise RequestError(404, message, "model", "model_not_found")
+    right = _PATHS[service.pair.target.speech is not None]
+    if path not in right:
+      message = f"{service.name!r} is no model for {path}; use {right[0]}."
+      raise RequestError(400, message, "model")
+    self._changed = asyncio.Event()
+    self._updates: dict[int, tuple[Any, bool]] = {}
+    self._texts: Sequence[Text] = ()
+    self._has_begun = False  # whether the beginning of a stream was sent
+    self._has_tokens = self._has_ended = False
+    self._num_prompt_tokens = 0
+
+  def _submit(self, continues: bool = False) -> None:
+    try:
+      self._service.engine.submit(self._texts, continues)
+    except queue.Full:
+      raise RequestError(429, "The queue is full; send the request again later.") from None
+
+  def _report(self, index: int, result: Any, done: bool) -> None:
+    """Pass a result from the engine's thread to the event loop."""
+    with contextlib.suppress(RuntimeError):  # the event loop is closed
+      self._loop.call_soon_threadsafe(self._receive, index, result, done)
+
+  def _receive(self, index: int, result: Any, done: bool) -> None:
+    self._updates[index] = result, done  # of several results that were not read, the last remains
+    self._changed.set()
+
+  async def _new_updates(self) -> dict[int, tuple[Any, bool]]:
+    """Wait for results, and return the last one of each text, and whether it is final."""
+    await self._changed.wait()
+    self._changed.clear()
+    if not self._has_tokens:
+      self._service.metrics.first_token.observe(time.monotonic() - self._start)
+    self._has_tokens, updates, self._updates = True, self._updates, {}
+    return updates
+
+  async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+    """Answer the request, or cancel its texts if the client disconnects."""
+    answer = asyncio.ensure_future(self._answer(scope, receive, send))
+    disconnected = asyncio.ensure_future(_disconnected(receive))
+    status, failure, metrics = 499, "", self._service.metrics
+    try:
+      await asyncio.wait((answer, disconnected), return_when=asyncio.FIRST_COMPLETED)
+      if answer.done():
+        status, failure = answer.result()
+    finally:
+      answer.cancel()
+      disconnected.cancel()
+      self._has_ended = True
+      if status != 200:
+        self._service.engine.cancel(self._texts)
+      seconds = time.monotonic() - self._start
+      counts = f"{len(self._texts)} outputs, {self._num_tokens} tokens"
+      metrics.count(self._path, status, f"{counts}, {seconds:.2f} s{failure}")
+      metrics.duration.observe(seconds)
+
+  async def _answer(self, scope: Any, receive: Any, send: Any) -> tuple[int, str]:
+    """Answer the request; return the status, and the message of an error for the log."""
+    try:
+      if self._is_streamed:
+        await self._stream(send)
+      else:
+        response = await self._response()
+        await response(scope, receive, send)
+    except Exception as error:
+      failure = request_error(error)
+      if self._has_begun:
+        await self._send_event(send, failure.json(), more=False)
+      else:
+        await error_response(failure)(scope, receive, send)
+      return failure.status, f": {failure.message}"
+    metrics = self._service.metrics
+    metrics.prompt_tokens += self._num_prompt_tokens
+    metrics.tokens += self._num_tokens
+    metrics.rounds += sum(map(_num_rounds, self._outputs))
+    return 200, ""
+
+  @property
+  def _outputs(self) -> Sequence[Output]:
+    """Outputs so far."""
+    raise NotImplementedError
+
+  @property
+  def _num_tokens(self) -> int:
+    return sum(len(output.tokens) for output in self._outputs)
+
+  async def _response(self) -> Response:
+    raise NotImplementedError
+
+  async def _stream(self, send: Any) -> None:
+    raise NotImplementedError
+
+  async def _send_event(self, send: Any, data: Any, more: bool = True) -> None:
+    if not self._has_begun:
+      self._has_begun = True
+      headers = [(b"content-type", b"text/event-stream"), (b"cache-control", b"no-cache")]
+      await send({"type": "http.response.start", "status": 200, "headers": headers})
+    text = data if isinstance(data, str) else json.dumps(data)
+    body = f"data: {text}\n\n".encode()
+    await send({"type": "http.response.body", "body": body, "more_body": more})
+
+
+class Completion(Answer):
+  """Request for completions."""
 
   def __init__(
     self,
@@ -135,10 +245,8 @@ class Completion:
     loop: asyncio.AbstractEventLoop,
   ):
     """Validate a request that arrived at time `start`, and queue its texts, or raise an error."""
-    self._service, self._request, self._start = service, request, start
-    if request.model != service.name:
-      message = f"The model {request.model!r:.60} does not exist; give {service.name!r}."
-      raise RequestError(404, message, "model", "model_not_found")
+    super().__init__(service, "/v1/completions", request.model, start, loop)
+    self._request, self._is_streamed = request, request.stream
     num_outputs, most = len(request.prompts) * request.n, service.limits.max_outputs
     if num_outputs > most:
       message = f"The request has {num_outputs} outputs, n per prompt; give at most {most}."
@@ -149,9 +257,6 @@ class Completion:
     seed = secrets.randbelow(2**31) if request.seed is None else request.seed
     keys = sample_keys(seed, range(len(prompts)), request.n)
     self._choices = [Choice(call, index) for index in range(num_outputs)]
-    self._loop, self._changed = loop, asyncio.Event()
-    self._updates: dict[int, tuple[DecodeResult | Exception, bool]] = {}
-    self._is_streaming = False  # whether the beginning of a stream was sent
     self._needs_rounds = request.stream or bool(call.config.stop_strings)
     self._texts = [
       Text(
@@ -164,10 +269,7 @@ class Completion:
       )
       for index in range(num_outputs)
     ]
-    try:
-      service.engine.submit(self._texts)
-    except queue.Full:
-      raise RequestError(429, "The queue is full; send the request again later.") from None
+    self._submit()
 
   def _prepare(self) -> tuple[GenerateCall, list[list[int]], list[int]]:
     service, pair, request = self._service, self._service.pair, self._request
@@ -194,24 +296,10 @@ class Completion:
     call = service.call(config, request.logprobs is not None)
     return call, rows, [min(limit, most) for limit in limits]
 
-  def _report(self, index: int, result: DecodeResult | Exception, done: bool) -> None:
-    """Pass a result from the engine's thread to the event loop."""
-    with contextlib.suppress(RuntimeError):  # the event loop is closed
-      self._loop.call_soon_threadsafe(self._receive, index, result, done)
-
-  def _receive(self, index: int, result: DecodeResult | Exception, done: bool) -> None:
-    self._updates[index] = result, done  # of several results that were not read, the last remains
-    self._changed.set()
-
   async def _progress(self) -> AsyncIterator[dict[str, Any]]:
     """Yield what is new of the choices until all have ended; of no stream, whole choices."""
-    is_first = True
     while not all(choice.ended for choice in self._choices):
-      await self._changed.wait()
-      self._changed.clear()
-      if is_first:
-        self._service.metrics.first_token.observe(time.monotonic() - self._start)
-      is_first, updates, self._updates = False, self._updates, {}
+      updates = await self._new_updates()
       # The event loop goes on while tokens are decoded.
       for piece in await asyncio.to_thread(self._update, updates):
         yield piece
@@ -231,68 +319,26 @@ class Completion:
         pieces.append(piece)
     return pieces
 
-  async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
-    """Answer the request, or cancel its texts if the client disconnects."""
-    answer = asyncio.ensure_future(self._answer(scope, receive, send))
-    disconnected = asyncio.ensure_future(_disconnected(receive))
-    status, failure, metrics = 499, "", self._service.metrics
-    try:
-      await asyncio.wait((answer, disconnected), return_when=asyncio.FIRST_COMPLETED)
-      if answer.done():
-        status, failure = answer.result()
-    finally:
-      answer.cancel()
-      disconnected.cancel()
-      left = [text for text, choice in zip(self._texts, self._choices) if not choice.ended]
-      if left:
-        self._service.engine.cancel(left)
-      seconds = time.monotonic() - self._start
-      counts = f"{len(self._choices)} outputs, {self._num_tokens} tokens"
-      metrics.count(status, f"{counts}, {seconds:.2f} s{failure}")
-      metrics.duration.observe(seconds)
-
-  async def _answer(self, scope: Any, receive: Any, send: Any) -> tuple[int, str]:
-    """Answer the request; return the status, and the message of an error for the log."""
-    try:
-      await (self._stream(send) if self._request.stream else self._send(scope, receive, send))
-    except Exception as error:
-      failure = request_error(error)
-      if self._is_streaming:
-        await _send_event(send, failure.json(), more=False)
-      else:
-        await error_response(failure)(scope, receive, send)
-      return failure.status, f": {failure.message}"
-    metrics = self._service.metrics
-    metrics.prompt_tokens += self._num_prompt_tokens
-    metrics.tokens += self._num_tokens
-    metrics.rounds += sum(choice.num_rounds for choice in self._choices)
-    return 200, ""
-
   @property
-  def _num_tokens(self) -> int:
-    return sum(len(choice.output.tokens) for choice in self._choices if choice.output)
+  def _outputs(self) -> Sequence[Output]:
+    return [choice.output for choice in self._choices if choice.output]
 
   @property
   def _usage(self) -> dict[str, int]:
     prompt, new = self._num_prompt_tokens, self._num_tokens
     return {"prompt_tokens": prompt, "completion_tokens": new, "total_tokens": prompt + new}
 
-  async def _send(self, scope: Any, receive: Any, send: Any) -> None:
+  async def _response(self) -> Response:
     choices = sorted([each async for each in self._progress()], key=lambda each: each["index"])
-    body = {**self._header, "choices": choices, "usage": self._usage}
-    await JSONResponse(body)(scope, receive, send)
+    return JSONResponse({**self._header, "choices": choices, "usage": self._usage})
 
   async def _stream(self, send: Any) -> None:
     header = self._header | ({"usage": None} if self._request.include_usage else {})
     async for piece in self._progress():
-      if not self._is_streaming:
-        self._is_streaming = True
-        headers = [(b"content-type", b"text/event-stream"), (b"cache-control", b"no-cache")]
-        await send({"type": "http.response.start", "status": 200, "headers": headers})
-      await _send_event(send, {**header, "choices": [piece]})
+      await self._send_event(send, {**header, "choices": [piece]})
     if self._request.include_usage:
-      await _send_event(send, {**header, "choices": [], "usage": self._usage})
-    await _send_event(send, "[DONE]", more=False)
+      await self._send_event(send, {**header, "choices": [], "usage": self._usage})
+    await self._send_event(send, "[DONE]", more=False)
 
   @functools.cached_property
   def _header(self) -> dict[str, Any]:
@@ -304,10 +350,9 @@ class Completion:
     }
 
 
-async def _send_event(send: Any, data: Any, more: bool = True) -> None:
-  text = data if isinstance(data, str) else json.dumps(data)
-  body = f"data: {text}\n\n".encode()
-  await send({"type": "http.response.body", "body": body, "more_body": more})
+def _num_rounds(output: Output) -> int:
+  assert output.rounds is not None
+  return len(output.rounds.num_emitted)
 
 
 async def _disconnected(receive: Any) -> None:

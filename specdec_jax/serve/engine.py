@@ -4,6 +4,7 @@ import dataclasses
 import queue
 import threading
 from collections.abc import Callable, Sequence
+from typing import Any
 
 from specdec_jax.batching import Slots, Text
 from specdec_jax.core.decode import Decoder
@@ -23,7 +24,8 @@ class Limits:
     queue_size: number of texts that may wait for a slot. A request for more gets status 429.
     max_new_tokens: largest `max_tokens` of a request.
     max_outputs: largest number of outputs of a request: n for each prompt.
-    max_body_bytes: largest size of the body of a request.
+    max_body_bytes: largest size of the body of a request for completions.
+    max_audio_bytes: the same for a recording.
   """
 
   batch_size: int = 8
@@ -32,6 +34,7 @@ class Limits:
   max_new_tokens: int = 256
   max_outputs: int = 64
   max_body_bytes: int = 1 << 20
+  max_audio_bytes: int = 25 << 20
 
   def __post_init__(self):
     for name, value in vars(self).items():
@@ -49,7 +52,7 @@ class EngineStopped(Exception):
 
 @dataclasses.dataclass(eq=False)
 class _Group:
-  """Texts with the same decoder."""
+  """Texts with the same `Text.group`."""
 
   slots: Slots | None = None  # None before the first turn
   texts: set[Text] = dataclasses.field(default_factory=set)  # including those in `added`
@@ -70,7 +73,7 @@ class Engine:
     self._changed = threading.Condition()
     self._waiting: dict[Text, None] = {}  # in the order of arrival
     self._cancelled: set[Text] = set()
-    self._groups: dict[Decoder, _Group] = {}  # the least recently used first
+    self._groups: dict[tuple[Decoder, Any], _Group] = {}  # the least recently used first
     self._is_closed = self._is_stopped = False
     self._thread = threading.Thread(target=self._run, name="specdec engine", daemon=True)
     self._thread.start()
@@ -95,17 +98,17 @@ class Engine:
     """Number of slots of all groups."""
     return self._limits.batch_size * len(self._groups)
 
-  def submit(self, texts: Sequence[Text]) -> None:
-    """Append texts to the queue.
+  def submit(self, texts: Sequence[Text], continues: bool = False) -> None:
+    """Append texts to the queue, always if they continue a request whose text just ends.
 
     Raises:
       queue.Full: the queue has not enough room for all texts.
       EngineStopped: the engine is being stopped.
     """
     with self._changed:
-      if not self.is_healthy:
+      if self._is_stopped or not (continues or self.is_healthy):
         raise EngineStopped("The server is shutting down.")
-      if self.num_waiting + len(texts) > self._limits.queue_size:
+      if not continues and self.num_waiting + len(texts) > self._limits.queue_size:
         raise queue.Full
       self._waiting |= dict.fromkeys(texts)
       self._changed.notify_all()
@@ -146,11 +149,11 @@ class Engine:
         if self._is_stopped:
           break
         self._admit()
-      for decoder, group in [*self._groups.items()]:
+      for key, group in [*self._groups.items()]:
         try:
-          self._turn(decoder, group)
+          self._turn(key, group)
         except Exception as error:
-          del self._groups[decoder]
+          del self._groups[key]
           for text in group.texts:
             text.report(error, True)
     for text in (
@@ -167,7 +170,7 @@ class Engine:
       group.added = [text for text in group.added if text not in gone]
     self._cancelled.clear()
     for text in [*self._waiting]:
-      group = self._groups.get(text.decoder) or self._new_group(text.decoder)
+      group = self._groups.get(text.group) or self._new_group(text.group)
       if group is None:
         break
       if len(group.texts) < self._limits.batch_size:
@@ -175,18 +178,18 @@ class Engine:
         group.texts.add(text)
         group.added.append(text)
 
-  def _new_group(self, decoder: Decoder) -> _Group | None:
+  def _new_group(self, key: tuple[Decoder, Any]) -> _Group | None:
     """Return a new group, which may replace an idle one; None if all places are in use."""
     if len(self._groups) == self._limits.max_groups:
       idle = [other for other, group in self._groups.items() if not group.texts]
       if not idle:
         return None
       del self._groups[idle[0]]
-    return self._groups.setdefault(decoder, _Group())
+    return self._groups.setdefault(key, _Group())
 
-  def _turn(self, decoder: Decoder, group: _Group) -> None:
+  def _turn(self, key: tuple[Decoder, Any], group: _Group) -> None:
     if group.slots is None:
-      group.slots = self._new_slots(decoder)
+      group.slots = self._new_slots(key[0])
     for text in group.cancelled:
       group.slots.cancel(text)
     if group.added:
@@ -194,6 +197,6 @@ class Engine:
     group.cancelled, group.added = [], []
     if not group.texts:
       return
-    self._groups[decoder] = self._groups.pop(decoder)  # now the most recently used
+    self._groups[key] = self._groups.pop(key)  # now the most recently used
     needs_rounds = any(text.needs_rounds for text in group.texts)
     group.texts -= {*group.slots.step(1 if needs_rounds else _MAX_ROUNDS)}

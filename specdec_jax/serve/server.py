@@ -1,4 +1,4 @@
-"""HTTP server of a pair, with the completions API of OpenAI."""
+"""HTTP server of a pair, with the completions API of OpenAI, or its audio API for a Whisper."""
 
 import logging
 import signal

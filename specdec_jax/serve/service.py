@@ -7,18 +7,21 @@ import functools
 import itertools
 import logging
 import pathlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from specdec_jax.batching import Slots, Text, size_of_sources, token_prompts
-from specdec_jax.core.decode import Decoder
+from specdec_jax.core.decode import Decoder, num_positions
 from specdec_jax.core.generation_config import GenerationConfig
 from specdec_jax.core.trees import Tree, chain
 from specdec_jax.generate import GenerateCall, generation_config
 from specdec_jax.pair import Pair
 from specdec_jax.serve.engine import Engine, Limits
+from specdec_jax.speech.audio import SAMPLE_RATE
+from specdec_jax.speech.transcribe import Transcriber, stacked
 
 _LOG = logging.getLogger("specdec_jax")
 _SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)  # of the buckets
@@ -49,7 +52,7 @@ class Metrics:
   """Counters of a server. Tokens and rounds are those of outputs that are complete.
 
   Attributes:
-    requests: number of requests for completions by HTTP status; 499 if the client disconnected.
+    requests: number of requests by HTTP status; 499 if the client disconnected.
     first_token: times from a request to its first token, in seconds.
     duration: times from a request to the end of its answer, in seconds.
   """
@@ -61,17 +64,17 @@ class Metrics:
   first_token: Histogram = dataclasses.field(default_factory=Histogram)
   duration: Histogram = dataclasses.field(default_factory=Histogram)
 
-  def count(self, status: int, message: str) -> None:
-    """Count and log a request for completions that was answered."""
+  def count(self, path: str, status: int, message: str) -> None:
+    """Count and log a request that was answered."""
     self.requests[status] += 1
-    _LOG.info("/v1/completions %d: %s", status, message)
+    _LOG.info("%s %d: %s", path, status, message)
 
   def text(self, engine: Engine) -> str:
     """Return all metrics, including those of the engine."""
     statuses = [(f'{{status="{status}"}}', n) for status, n in sorted(self.requests.items())]
     mean = self.tokens / max(1, self.rounds)
     families: list[tuple[str, str, str, Iterable[tuple[str, float]]]] = [
-      ("requests_total", "counter", "Requests for completions by HTTP status.", statuses),
+      ("requests_total", "counter", "Requests by HTTP status.", statuses),
       ("prompt_tokens_total", "counter", "Prompt tokens.", [("", self.prompt_tokens)]),
       ("generated_tokens_total", "counter", "Tokens of complete outputs.", [("", self.tokens)]),
       ("rounds_total", "counter", "Rounds of complete outputs.", [("", self.rounds)]),
@@ -114,7 +117,11 @@ class Service:
     config, _ = generation_config(pair, None, {"num_beams": 1})
     prompt = jnp.zeros((limits.batch_size, pair.max_source_tokens), jnp.int32)
     init = functools.partial(self.call(config).decoder().init, max_new_tokens=limits.max_new_tokens)
-    jax.eval_shape(init, pair.params, prompt, jax.random.key(0))  # checks memory
+    if pair.target.speech is None:
+      jax.eval_shape(init, pair.params, prompt, jax.random.key(0))  # checks memory
+    self.transcriber: Callable[..., Transcriber] = functools.partial(
+      Transcriber, pair, gamma=gamma, tree=tree
+    )
     self.metrics = Metrics()
     self.engine = Engine(self._new_slots, limits)
 
@@ -124,18 +131,34 @@ class Service:
 
   def warm_up(self) -> None:
     """Compile the programs of requests with default settings, for prompts of all lengths."""
-    config, _ = generation_config(self.pair, None, {"num_beams": 1})
-    decoder, eos_id = self.call(config).decoder(), self.pair.vocabulary.eos_id
-    slots, most = self._new_slots(decoder), self.pair.max_source_tokens
+    for decoder, texts in itertools.groupby(self._first_texts(), lambda text: text.decoder):
+      slots = self._new_slots(decoder)
+      for text in texts:
+        for group in ([text], [text] * slots.batch_size, [text]):  # one, several, and one alone
+          slots.add(group)
+          slots.step()
+
+  def _first_texts(self) -> Iterator[Text]:
+    """Yield texts of one token, or silent windows of a Whisper without and with timestamps."""
+    pair, most = self.pair, self.pair.max_source_tokens
+    if pair.target.speech is not None:
+      for timed in {False, pair.target.speech.no_timestamps_id is not None}:
+        transcriber = self.transcriber(timestamps=timed)
+        recording = transcriber.opened(0, np.zeros(SAMPLE_RATE, np.float32))
+        text = transcriber.text(recording, transcriber.decoder(timed))
+        yield dataclasses.replace(text, limit=1)
+      return
+    config, _ = generation_config(pair, None, {"num_beams": 1})
+    decoder, eos_id = self.call(config).decoder(), pair.vocabulary.eos_id
     widths = {min(size_of_sources(n), most) for n in range(1, most + 1)}
-    for width in [1] if self.pair.continues else sorted(widths):
-      text = Text(decoder, [eos_id] * width, jax.random.key(0), 1, lambda *_: None)
-      for texts in ([text] * slots.batch_size, [text]):  # texts together, and a text alone
-        slots.add(texts)
-        slots.step()
+    for width in [1] if pair.continues else sorted(widths):
+      yield Text(decoder, [eos_id] * width, jax.random.key(0), 1, lambda *_: None)
 
   def _new_slots(self, decoder: Decoder) -> Slots:
     pair, limits = self.pair, self.limits
+    if pair.target.speech is not None:
+      most = num_positions(pair.target.model) or limits.max_new_tokens
+      return Slots(decoder, pair.params, limits.batch_size, most, stacked)
     prompts = token_prompts(
       pair.max_source_tokens, pair.vocabulary.pad_id, has_encoder=not pair.continues
     )

@@ -200,7 +200,7 @@ class Transcriber:
       raise InputError(f"The files of {name} do not name its timestamps.")
     if self._prompt_width > 4 and tokens.previous_id is None:
       raise InputError(f"The files of {name} do not name the token that announces previous text.")
-    if not self._calls:  # which checks the other settings
+    if not self.calls:  # which checks the other settings
       raise InputError("temperature is empty; give one or several temperatures.")
 
   @property
@@ -216,7 +216,7 @@ class Transcriber:
     return {name: default.get(name) if x is None else x for name, x in given.items()}
 
   @functools.cached_property
-  def _calls(self) -> list[GenerateCall]:
+  def calls(self) -> list[GenerateCall]:
     """Calls of `generate`, one for each temperature."""
     given, shape = self._fallback["temperature"], given_tree(self.gamma, self.tree)
     if shape is None:
@@ -248,9 +248,7 @@ class Transcriber:
   @property
   def _prompt_width(self) -> int:
     """Number of tokens of a padded prompt: at most 4, and previous text with its first token."""
-    most = self._most_before
-    before = most if self.condition_on_prev_tokens else min(most, len(self._initial))
-    return 4 + (before + 1 if before else 0)
+    return 4 + (self._most_before + 1 if self.condition_on_prev_tokens or self._initial else 0)
 
   @property
   def _timestamp_begin(self) -> int:
@@ -281,7 +279,7 @@ class Transcriber:
     order: list[int] = []  # of recordings whose transcripts are not yielded yet
     while True:
       for index, source in itertools.islice(waiting, self.batch_size - len(ready) - len(active)):
-        ready.append(self._opened(index, source))
+        ready.append(self.opened(index, source))
         order.append(index)
       if not (ready or active):
         return
@@ -289,21 +287,21 @@ class Transcriber:
         if key not in slots:
           slots[key] = self._new_slots(*key)
         chosen = [each for each in ready if (each.timed, each.attempt) == key]
-        texts = {self._text(each, slots[key].decoder): each for each in chosen}
+        texts = {self.text(each, slots[key].decoder): each for each in chosen}
         slots[key].add([*texts])
         active |= texts
       ready.clear()
       for group in slots.values():
         for text in group.step(_MAX_ROUNDS) if group.num_free < self.batch_size else ():
           recording = active.pop(text)
-          goes_on = self._take(recording)
+          goes_on = self.take(recording)
           report(
             recording.index, min(recording.seek * _FRAME, recording.duration), recording.duration
           )
           if goes_on:
             ready.append(recording)
           else:
-            ended[recording.index] = self._transcript(recording)
+            ended[recording.index] = self.transcript(recording)
       while order and order[0] in ended:
         yield ended.pop(order.pop(0))
 
@@ -322,7 +320,7 @@ class Transcriber:
   def _is_timed(self, samples: np.ndarray) -> bool:
     return bool(self.timestamps) or len(samples) > _WINDOW * HOP
 
-  def _opened(self, index: int, source: Any) -> "_Recording":
+  def opened(self, index: int, source: Any) -> "_Recording":
     """Read a recording, and decide on its timestamps and language."""
     samples, config = self.read(source), self._target.config
     duration, timed = len(samples) / SAMPLE_RATE, self._is_timed(samples)
@@ -361,10 +359,10 @@ class Transcriber:
     row = jnp.asarray(padded([tokens], self._prompt_width))
     return Encoded(source, row, jnp.array([len(tokens)], jnp.int32), of_draft)
 
-  def _text(self, recording: "_Recording", decoder: Decoder) -> Text:
+  def text(self, recording: "_Recording", decoder: Decoder) -> Text:
     """Return the current window of a recording as a text to decode."""
     tokens = [*self._before(recording), *recording.prompt]
-    config = self._calls[recording.attempt].config
+    config = self.calls[recording.attempt].config
     most = self._target.config.num_positions - len(tokens)
     # As in transformers, max_length does not count the prompt of a window.
     limit = config.max_new_tokens or min(config.max_length or most, most)
@@ -382,25 +380,25 @@ class Transcriber:
 
   def decoder(self, timed: bool, attempt: int = 0) -> Decoder:
     """Return the decoder of windows with or without timestamps, for a temperature by its number."""
-    call, tokens = self._calls[attempt], self.tokens
+    call, tokens = self.calls[attempt], self.tokens
     if not timed:
       return call.decoder()
     rule = times.TimestampRule(tokens.no_timestamps_id, call.eos_ids[0], tokens.max_initial)
     return call.decoder((rule,))
 
   def _new_slots(self, timed: bool, attempt: int) -> Slots:
-    config, decoder = self._calls[attempt].config, self.decoder(timed, attempt)
+    config, decoder = self.calls[attempt].config, self.decoder(timed, attempt)
     most: int = config.max_new_tokens or self._target.config.num_positions
-    return Slots(decoder, self.pair.params, self.batch_size, most, _stacked)
+    return Slots(decoder, self.pair.params, self.batch_size, most, stacked)
 
-  def _take(self, recording: "_Recording") -> bool:
+  def take(self, recording: "_Recording") -> bool:
     """Take the result of a window; return whether a window or another attempt follows."""
-    call, result = self._calls[recording.attempt], recording.result
+    call, result = self.calls[recording.attempt], recording.result
     assert result is not None
     output = call.output(require_finite(result), 0)
     tokens = output.tokens
     again, skip = self._judged(recording, result, tokens)
-    if again and recording.attempt + 1 < len(self._calls):
+    if again and recording.attempt + 1 < len(self.calls):
       recording.attempt += 1
       return True
     recording.outputs.append(output)
@@ -438,7 +436,15 @@ class Transcriber:
   def _words(self, tokens: np.ndarray) -> str:
     return text_of(self.pair, tokens[tokens < self._timestamp_begin])
 
-  def _transcript(self, recording: "_Recording") -> Transcript:
+  def stable_text(self, recording: "_Recording") -> str:
+    """Return the text of the current window so far that no further tokens change."""
+    assert recording.result is not None
+    tokens = np.asarray(recording.result.tokens[0, : recording.result.lengths[0]])
+    (*whole, last), _ = times.split(tokens, self._timestamp_begin, 0, 0)
+    end = text_of(self.pair, last.tokens[last.tokens < self._timestamp_begin], False)
+    return "".join([*(self._words(segment.tokens) for segment in whole), end])
+
+  def transcript(self, recording: "_Recording") -> Transcript:
     codes = {token: code for code, token in self.tokens.languages.items()}
     language = next((codes[token] for token in recording.prompt if token in codes), None)
     segments = recording.segments
@@ -484,7 +490,8 @@ class _Recording:
     self.result = result
 
 
-def _stacked(rows: Sequence[Encoded]) -> tuple[Encoded, None]:
+def stacked(rows: Sequence[Encoded]) -> tuple[Encoded, None]:
+  """Return the prompts of windows as one, and None, as the function `prompts` of `Slots`."""
   return jax.tree.map(lambda *x: jnp.concatenate(x), *rows), None
 
 
