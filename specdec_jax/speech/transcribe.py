@@ -117,8 +117,8 @@ def transcripts(pair: AnyPair, audio: Iterable[Any], **settings: Any) -> Iterato
 def clip_prompts(pair: AnyPair, audio: Iterable[Any]) -> Encoded:
   """Return the prompts of recordings of at most 30 seconds, without timestamps."""
   transcriber = Transcriber(pair, timestamps=False)
-  opened = [transcriber._opened(i, source) for i, source in enumerate(audio)]
-  return _stacked([transcriber._prompt(each, each.prompt) for each in opened])[0]
+  opened = [transcriber.opened(i, source) for i, source in enumerate(audio)]
+  return stacked([transcriber._prompt(each, each.prompt) for each in opened])[0]
 
 
 @dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
@@ -445,6 +445,7 @@ class Transcriber:
     return "".join([*(self._words(segment.tokens) for segment in whole), end])
 
   def transcript(self, recording: "_Recording") -> Transcript:
+    """Return the transcript of a recording after its last window."""
     codes = {token: code for code, token in self.tokens.languages.items()}
     language = next((codes[token] for token in recording.prompt if token in codes), None)
     segments = recording.segments
