@@ -103,7 +103,10 @@ class Checkpoint:
         "(--vocabulary on the command line)."
       )
     tokens = ModelTokens(self.config.has_encoder, self.eos_ids, self.config.pad_id, source_language)
-    return open_vocabulary_of_model(found, self.config.vocab_size, extra_ids, tokens)
+    words = open_vocabulary_of_model(found, self.config.vocab_size, extra_ids, tokens)
+    if self.speech is not None:
+      words.fit(self.config.vocab_size)  # tokenizers of some Whispers lack the timestamps
+    return words
 
   def load(
     self,

@@ -12,8 +12,11 @@ from tiny import SHARED
 
 from experiments.speech import corpus, published
 from specdec_jax.errors import InputError
+from specdec_jax.load import load_pair
+from specdec_jax.speech.audio import read_audio
+from specdec_jax.speech.transcribe import transcripts
 
-RECORDING = "sense_and_sensibility_01_austen_64kb-{}.wav"
+RECORDING, NUMBERS = "sense_and_sensibility_01_austen_64kb-{}.wav", ("0880", "0930")
 TEXTS = [
   "A man in a blue shirt is standing on a ladder cleaning a window.",
   "Everybody is aware of the consequences.",
@@ -42,7 +45,7 @@ def test_transformers_transcribes_with_a_published_model(name, tmp_path, monkeyp
   assert not any(report.values())
   processor = transformers.WhisperProcessor.from_pretrained(folder)
   sounds = []
-  for number in ("0880", "0930"):
+  for number in NUMBERS:
     with wave.open(str(SHARED / "data" / "speech" / RECORDING.format(number))) as file:
       samples = np.frombuffer(file.readframes(file.getnframes()), np.int16)
       sounds.append(samples.astype(np.float32) / 2**15)
@@ -53,6 +56,34 @@ def test_transformers_transcribes_with_a_published_model(name, tmp_path, monkeyp
     assert text.startswith(f"<|0.00|> {words}")
   monkeypatch.setattr(importlib.metadata, "distribution", None)
   assert published.folder(name) == folder  # which is not written again
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("timestamps", [False, True])
+def test_transcripts_with_a_draft_equal_those_of_transformers(timestamps):
+  torch = pytest.importorskip("torch")
+  transformers = pytest.importorskip("transformers")
+  files = [SHARED / "data" / "speech" / RECORDING.format(number) for number in (*NUMBERS, "0890")]
+  if not all(file.exists() for file in files):
+    pytest.skip("the recordings are missing; set SPECDEC_SHARED to the folder that contains data/")
+  try:
+    folder = published.folder("tiny.en")
+  except InputError:
+    pytest.skip("the extra speech is not installed")
+  model = transformers.WhisperForConditionalGeneration.from_pretrained(folder, dtype=torch.float32)
+  read, pair = transformers.WhisperFeatureExtractor(), load_pair(str(folder), "prompt_lookup")
+  ours = [*transcripts(pair, files, timestamps=timestamps, batch_size=2)]
+  for file, transcript in zip(files, ours, strict=True):
+    inputs = read(read_audio(file), sampling_rate=corpus.RATE, return_tensors="pt")
+    want = model.generate(**inputs, return_timestamps=timestamps, return_segments=True)
+    (segments,) = want["segments"]
+    assert [part.tokens.tolist() for part in transcript.segments] == [
+      part["tokens"].tolist() for part in segments
+    ]
+  assert str(ours[0]).startswith("He was not an")
+  assert sum(len(each.outputs[0].rounds.num_emitted) for each in ours) < sum(
+    len(each.outputs[0].tokens) for each in ours
+  )
 
 
 def test_missing_package_is_reported(tmp_path, monkeypatch):
