@@ -332,7 +332,8 @@ def _forced_tokens(
   else:
     start = None
     if not pair.continues:
-      start = int(pair.target.model.prompt_tokens(pair.prompt([""]))[0][0, 0])
+      source = jnp.asarray([pair.encode("")])
+      start = int(pair.target.model.prompt_tokens(source)[0][0, 0])
     rows = [np.asarray(row, object).tolist() for row in (() if ids is None else ids)]
     rows = [row[1:] if row[:1] == [start] else row for row in rows]
   if len(rows) != count:

@@ -39,7 +39,7 @@ RULES = [
   ),
   (
     "registry|flag_values",
-    r"specdec_jax\.(?!core|errors).*",
+    r"specdec_jax\.(?!core|errors|registry).*",
     "registry -> specdec_jax.drafts.uniform",
   ),
   (

@@ -28,7 +28,7 @@ def run(model, tmp_path, capsys, monkeypatch):
   """Run the command in a folder of recordings, and return its status, output and messages."""
   monkeypatch.chdir(tmp_path)
   for seed, (stem, seconds) in enumerate(LENGTHS.items()):
-    tiny_whisper.write_noise(f"{stem}.wav", seconds, seed)
+    tiny_whisper.write_noise(pathlib.Path(f"{stem}.wav"), seconds, seed)
 
   def call(*arguments, target=("--target", model)):
     try:
@@ -108,7 +108,7 @@ def test_files_that_cannot_be_read_do_not_stop_others(run):
   nan, rates = np.full(800, np.nan, "<f4").tobytes(), np.array([16_000, 64_000], "<i4").tobytes()
   header = b"RIFF    WAVEfmt \x10\0\0\0\3\0\1\0" + rates + b"\4\0\x20\0data"
   pathlib.Path("nan.wav").write_bytes(header + len(nan).to_bytes(4, "little") + nan)
-  tiny_whisper.write_noise("long.wav", 31)
+  tiny_whisper.write_noise(pathlib.Path("long.wav"), 31)
   bad = ["empty.wav", "nan.wav", "gone.wav", "long.wav", "."]
   status, printed, said = run("a.wav", *bad, "c.wav", "--timestamps", "false", "--batch_size=2")
   assert status == 2 and re.findall(r"^(.*):$", printed, re.MULTILINE) == ["a.wav", "c.wav"]
@@ -143,7 +143,7 @@ def test_interrupted_run_is_resumed(run, opened, monkeypatch):
   assert run(*SAMPLED, "--output_dir", "out")[0] == 0 and opened == ["b.wav", "c.wav"]
   for stem in LENGTHS:
     assert open(f"out/{stem}.srt").read() == open(f"whole/{stem}.srt").read()
-  tiny_whisper.write_noise("b.wav", 4, seed=9)
+  tiny_whisper.write_noise(pathlib.Path("b.wav"), 4, seed=9)
   os.remove("out/c.srt")
   opened.clear()
   assert run(*SAMPLED, "--output_dir", "out")[0] == 0 and opened == ["b.wav", "c.wav"]

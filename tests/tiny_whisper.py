@@ -1,6 +1,5 @@
 """Folders of Hugging Face with a small random Whisper, and recordings of noise."""
 
-import os
 import pathlib
 import wave
 
@@ -86,11 +85,12 @@ def write_tokenizer(path: pathlib.Path) -> dict[str, int]:
   return {name: tokenizer.token_to_id(f"<|{name}|>") for name in names}
 
 
-def write_noise(path: str | os.PathLike, seconds: float, seed: int = 0) -> None:
-  """Write a WAV file of noise at 16 kHz whose loudness changes every half second."""
+def write_noise(path: pathlib.Path, seconds: float, seed: int = 0) -> pathlib.Path:
+  """Write a WAV file of noise at 16 kHz whose loudness changes every half second; return it."""
   rng = np.random.default_rng(seed)
   loudness = rng.uniform(0, 8000, int(2 * seconds) + 1).repeat(8000)[: round(seconds * 16_000)]
   samples = rng.normal(size=len(loudness)) * loudness
-  with wave.open(os.fspath(path), "wb") as file:
+  with wave.open(str(path), "wb") as file:
     file.setparams((1, 2, 16_000, 0, "NONE", ""))
     file.writeframes(samples.clip(-(2**15), 2**15 - 1).astype("<i2").tobytes())
+  return path
