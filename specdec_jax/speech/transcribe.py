@@ -9,6 +9,7 @@ import dataclasses
 import functools
 import itertools
 import json
+import math
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Literal
@@ -27,7 +28,7 @@ from specdec_jax.core.generation_config import SETTINGS
 from specdec_jax.core.trees import given_tree
 from specdec_jax.core.types import AnyPair, DecodeResult
 from specdec_jax.data.vocabulary import padded
-from specdec_jax.errors import InputError, require_count, require_seed, require_text
+from specdec_jax.errors import InputError, require_count, require_number, require_seed, require_text
 from specdec_jax.generate import GenerateCall, Output, generation_config, sample_keys, text_of
 from specdec_jax.models.families import with_feature_layers
 from specdec_jax.models.whisper import WhisperModel
@@ -108,6 +109,8 @@ def transcribe(pair: AnyPair, audio: Any, **settings: Any) -> Transcript:
 
 def transcripts(pair: AnyPair, audio: Iterable[Any], **settings: Any) -> Iterator[Transcript]:
   """Yield the transcripts of recordings in order; see `Transcriber` for the settings."""
+  if isinstance(audio, str | bytes | os.PathLike) or getattr(audio, "ndim", 2) == 1:
+    raise InputError("audio is one recording; give a list, or call transcribe.")
   names = {field.name for field in dataclasses.fields(Transcriber)} - {"pair", "generation"}
   own = {name: value for name, value in settings.items() if name in names}
   rest = {name: value for name, value in settings.items() if name not in names}
@@ -179,13 +182,22 @@ class Transcriber:
     require_count("batch_size", self.batch_size)
     require_seed(self.seed)
     name, tokens = self.pair.target.name, self.tokens
-    for setting in self.generation:
-      if setting in _REFUSED:
+    for setting, value in self.generation.items():
+      if setting in _REFUSED and (value is True or value not in (None, False, 1)):
         raise InputError(f"{setting} is not supported: it needs {_REFUSED[setting]}.")
-      if setting not in SETTINGS:
+      if setting not in SETTINGS and setting not in _REFUSED:
         raise InputError(f"There is no setting {setting}.")
+    used = {name: x for name, x in self.generation.items() if name not in _REFUSED}
+    object.__setattr__(self, "generation", used)
     if tokens is None:
       raise InputError(f"{name} does not read speech; give a Whisper as target.")
+    if (positions := self._target.config.source_positions) != _WINDOW // 2:
+      raise InputError(
+        f"{name} encodes {positions} positions, not the {_WINDOW // 2} of 30 seconds."
+      )
+    for threshold in times.OPENAI.keys() - {"temperature"}:
+      if getattr(self, threshold) is not None:
+        require_number(threshold, getattr(self, threshold), -math.inf, math.inf)
     if language := self.language or tokens.language:
       object.__setattr__(self, "language", tokens.code(language))
     if self.initial_prompt is not None:
