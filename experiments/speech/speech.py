@@ -13,6 +13,7 @@ import functools
 import importlib.util
 import json
 import pathlib
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -35,7 +36,7 @@ from specdec_jax.core.types import DecodeResult
 from specdec_jax.data.vocabulary import padded
 from specdec_jax.errors import InputError
 from specdec_jax.measure.alpha import measure_alpha
-from specdec_jax.measure.costs import measure_costs, ratio_range
+from specdec_jax.measure.costs import Costs, measure_costs, ratio_range
 from specdec_jax.measure.machine import provenance
 from specdec_jax.measure.records import results_path
 from specdec_jax.measure.tables import MISSING, Table, number_text, terminal_text
@@ -46,8 +47,9 @@ from specdec_jax.speech.transcribe import Transcriber
 
 OWN = "specdec_jax"
 MAX_NEW_TOKENS = 224  # or half of the positions of the target
-BATCH_SIZES, GAMMAS = (1, 8), (3, 5)
-SETS = {"windows": "test", "held out": "test_held_out", "short": "test_short"}
+BATCH_SIZES, GAMMA = (1, 8), 3
+HELD_OUT = "held out"  # is for drafts: the speed of other programs does not depend on voices
+SETS = {"short": "test_short", "windows": "test", HELD_OUT: "test_held_out"}
 
 Row = dict[str, Any]
 
@@ -61,7 +63,7 @@ class Settings(NamedTuple):
   """
 
   batch_sizes: Sequence[int] = BATCH_SIZES
-  gammas: Sequence[int] = GAMMAS
+  gammas: Sequence[int] = (GAMMA,)
   repeats: int = 2
 
 
@@ -120,7 +122,7 @@ class Study:
     self.tokens = self.target.target.speech.prompt("en", None, False)
     self._encode = jax.jit(WhisperModel.encode, static_argnums=0)
     self._processes: dict[str, Process] = {}
-    self._costs: dict[int, dict[str, list]] = {}  # by batch size and draft
+    self._costs: dict[tuple[str, int], Sequence[Costs]] = {}  # by draft and batch size
 
   def open(self, stack: contextlib.ExitStack) -> None:
     """Load the other programs in subprocesses, which `stack` closes."""
@@ -132,14 +134,18 @@ class Study:
   def _call(self, key: tuple[str, ...], function: Callable, *args: Any) -> Any:
     return self._processes[self.peers[key[0], key[1]].package].call(function, key, *args)
 
-  def keys(self, count: int) -> list[tuple]:
-    """Return (batch size, program, draft, gamma) of all rows for `count` clips."""
+  def keys(self, name: str, count: int) -> list[tuple]:
+    """Return (batch size, program, draft, gamma) of all rows of a set of `count` clips."""
     own = [(OWN, "none", 0), *((OWN, name, g) for name in self.pairs for g in self.settings.gammas)]
-    others = [(peer.name, peer.draft, peer.gamma) for peer in self.peers.values()]
+    others = [(peer.name, peer.draft, peer.gamma) for peer in self.peers_of(name).values()]
     found = [(size, *each) for size in self.settings.batch_sizes for each in [*own, *others]]
     return [
       key for key in found if key[0] <= count and (key[0] == 1 or self._is_batched(*key[1:3]))
     ]
+
+  def peers_of(self, name: str) -> dict[tuple[str, str], Peer]:
+    """Return the other programs that are measured on a set."""
+    return {} if name == HELD_OUT else self.peers
 
   def _is_batched(self, program: str, draft: str) -> bool:
     return program == OWN or self.peers[program, draft].is_batched
@@ -156,7 +162,7 @@ class Study:
     num_mels, sizes = _config(self.target).num_mels, self.settings.batch_sizes
     log_mel(clips[0], num_mels, corpus.WINDOW)  # which caches its filters
     mel_s, mels = zip(*(after_idle(log_mel, x, num_mels, corpus.WINDOW) for x in clips))
-    encoder_s, encoded = self._encoded(clips, mels)
+    encoder_s, encoded = self._encoded(self.peers_of(name), clips, mels)
     seconds = np.array([len(clip) / corpus.RATE for clip in clips])
     alphas = self._alphas([encoded[i : i + max(sizes)] for i in range(0, len(clips), max(sizes))])
     for size in (size for size in sizes if size <= len(clips)):
@@ -170,7 +176,8 @@ class Study:
         repeats=self.settings.repeats,
         **provenance(),
       )
-      for row in self._decoded(encoded[:used], size, alphas):
+      keys = [key[1:] for key in self.keys(name, len(clips)) if key[0] == size]
+      for row in self._decoded(encoded[:used], size, keys, alphas):
         has_own = row["program"] == OWN and row["draft"] in encoder_s
         names = [row["program"], *[row["draft"]] * has_own]
         own = dict(
@@ -182,7 +189,10 @@ class Study:
         yield dict(common, program="faster-whisper", draft="none", gamma=0, total_s=total_s)
 
   def _encoded(
-    self, clips: Sequence[np.ndarray], mels: Sequence[np.ndarray]
+    self,
+    peers: Mapping[tuple[str, str], Peer],
+    clips: Sequence[np.ndarray],
+    mels: Sequence[np.ndarray],
   ) -> tuple[dict[str, np.ndarray], list[dict[str, Encoded]]]:
     """Encode clips with each program.
 
@@ -205,7 +215,7 @@ class Study:
     for name, pair in self.pairs.items():
       if pair.draft.encoder is not None:
         calls[name] = own(pair.draft.encoder, pair.draft.params)
-    for key, peer in self.peers.items():
+    for key, peer in peers.items():
       calls.setdefault(peer.name, other(key, peer))
     seconds, results = interleaved(calls, len(clips), 1)
     tokens, lengths = jnp.asarray(padded([self.tokens], 4)), jnp.array([len(self.tokens)])
@@ -230,29 +240,35 @@ class Study:
       outputs = [require_finite(each) for each in jax.device_get(outputs)]
       for name, pair in self.pairs.items():
         alpha = measure_alpha(pair, prompts[name], outputs, Sampling(temperature))
-        found[name][field] = alpha.alpha
-        found[name][f"{field}_low"], found[name][f"{field}_high"] = (
-          alpha.alpha_low,
-          alpha.alpha_high,
-        )
+        ends = {f"{field}_low": alpha.alpha_low, f"{field}_high": alpha.alpha_high}
+        found[name] |= {field: alpha.alpha, **ends}
     return found
 
+  def _costs_of(self, name: str, size: int, prompt: Any) -> Sequence[Costs]:
+    """Return the costs of a draft with each gamma, which are measured once per batch size."""
+    if (name, size) not in self._costs:
+      trees = [chain(gamma) for gamma in self.settings.gammas]
+      (self._costs[name, size],) = measure_costs(
+        [self.pairs[name]], trees, prompt, Sampling(0.0), self.limit, repeats=5
+      )
+    return self._costs[name, size]
+
   def _decoded(
-    self, encoded: Sequence[dict[str, Encoded]], size: int, alphas: Mapping[str, Row]
+    self,
+    encoded: Sequence[dict[str, Encoded]],
+    size: int,
+    keys: Sequence[tuple],
+    alphas: Mapping[str, Row],
   ) -> Iterator[Row]:
-    """Decode clips in batches, and yield rows without the fields of the encoder."""
+    """Decode clips in batches, and yield rows without the fields of the encoder.
+
+    Args:
+      keys: (program, draft, gamma) of each row.
+    """
     groups = [range(i, i + size) for i in range(0, len(encoded), size)]
     prompts = {
       name: [_stacked([encoded[i] for i in group], name) for group in groups] for name in self.pairs
     }
-    if size not in self._costs:
-      trees = [chain(gamma) for gamma in self.settings.gammas]
-      self._costs[size] = {
-        name: measure_costs([pair], trees, prompts[name][0], Sampling(0.0), self.limit, repeats=5)[
-          0
-        ]
-        for name, pair in self.pairs.items()
-      }
 
     def own(name: str, gamma: int) -> Callable[[int], tuple[float, Any]]:
       pair = self.target if name == "none" else self.pairs[name]
@@ -265,7 +281,7 @@ class Study:
       return lambda i: self._call(key, peers_module.decode, groups[i])
 
     calls: dict[tuple, Callable[[int], tuple[float, Any]]] = {}
-    for _, program, name, gamma in (key for key in self.keys(len(encoded)) if key[0] == size):
+    for program, name, gamma in keys:
       if program == OWN:
         calls[program, name, gamma] = own(name, gamma)
       elif self.peers[program, name].load is not FasterWhisper:
@@ -301,7 +317,7 @@ class Study:
         outputs = [require_finite(each) for each in jax.device_get(results[key])]
         row["tokens_per_round"] = num_tokens(outputs) / num_rounds(outputs)
       if program == OWN and gamma:
-        costs = self._costs[size][name][self.settings.gammas.index(gamma)]
+        costs = self._costs_of(name, size, prompts[name][0])[self.settings.gammas.index(gamma)]
         lengths = [np.asarray(each.lengths).tolist() for each in results[baseline]]
         row |= alphas[name]
         if costs.are_measured:
@@ -352,14 +368,14 @@ def run(study: Study, sets: Mapping[str, Sequence[np.ndarray]], output: str) -> 
     opened = False
     for name, clips in sets.items():
       done = {key_of(row) for row in lines(results)}
-      wanted = {(name, len(clips) // key[0] * key[0], *key) for key in study.keys(len(clips))}
+      wanted = {(name, len(clips) // key[0] * key[0], *key) for key in study.keys(name, len(clips))}
       if wanted <= done:
         continue
       if not opened:
         study.open(stack)
         opened = True
-      print(f"{name}: {len(clips)} clips", flush=True)
-      rows = [*study.measure(name, clips)]
+      since, rows = time.perf_counter(), [*study.measure(name, clips)]
+      print(f"{name}: {time.perf_counter() - since:.0f} s", flush=True)
       with results.open("a") as file:
         file.writelines(f"{json.dumps(row, default=float)}\n" for row in rows)
   for table in (speech_drafts_table, speech_programs_table):
@@ -459,11 +475,12 @@ def own_pairs(target: str, drafts: Sequence[str]) -> dict[str, Pair]:
   return pairs
 
 
-def published_peers(pair: Pair, folder: str) -> list[Peer]:
+def published_peers(pair: Pair, folder: str, without: Sequence[str] = ()) -> list[Peer]:
   """Return the other programs whose packages are installed, and print which are not.
 
   Args:
     folder: published.folder('base').
+    without: packages that are not used.
   """
   limit, other = limit_of(pair), f"{folder}-ctranslate2"
   prompt = pair.target.speech.prompt("en", None, False)
@@ -476,6 +493,7 @@ def published_peers(pair: Pair, folder: str) -> list[Peer]:
   found.append(
     Peer("faster-whisper", "faster_whisper", FasterWhisper, dict(folder=other), "none", 0, False)
   )
+  found = [peer for peer in found if peer.package not in without]
   for peer in found:
     if importlib.util.find_spec(peer.package) is None:
       print(f"{peer.name} is not measured: {peer.package} is not installed.")
@@ -487,7 +505,7 @@ def published_peers(pair: Pair, folder: str) -> list[Peer]:
 
 def transformers_peers(folder: str, limit: int) -> list[Peer]:
   """Return transformers without a draft and with prompt lookup."""
-  name, lookup = "transformers", GAMMAS[0]
+  name, lookup = "transformers", GAMMA
   settings = dict(folder=folder, limit=limit)
   return [
     Peer(name, name, Transformers, settings),
@@ -508,19 +526,23 @@ def main() -> None:
     default=8,
     help="minutes of synthetic speech: each is a window, one of a held-out voice and a short clip",
   )
+  parser.add_argument("--gamma", action="append", type=int, help="may be repeated; 3 by default")
+  parser.add_argument(
+    "--without", action="append", default=[], help="package that is not measured; may be repeated"
+  )
   parser.add_argument("--repeats", type=int, default=2)
   parser.add_argument("--output", default="runs/speech/study", help="folder to write")
   args = parser.parse_args()
   target = str(published.folder("base"))
-  sets = {
-    name: clips_of(pathlib.Path(args.corpus, folder), args.minutes) for name, folder in SETS.items()
-  }
-  sets["recordings"] = recordings(pathlib.Path(args.recordings))
+  sets = {"recordings": recordings(pathlib.Path(args.recordings))}
+  for name, folder in SETS.items():
+    sets[name] = clips_of(pathlib.Path(args.corpus, folder), args.minutes)
   if not all(sets.values()):
-    raise InputError(f"There are no recordings in {args.recordings}.")
+    raise InputError(f"There are no recordings in {args.recordings}, or no windows.")
   pairs = own_pairs(target, args.draft)
-  peers = published_peers(pairs["prompt lookup"], target)
-  run(Study(pairs, peers, Settings(repeats=args.repeats)), sets, args.output)
+  peers = published_peers(pairs["prompt lookup"], target, args.without)
+  settings = Settings(gammas=args.gamma or [GAMMA], repeats=args.repeats)
+  run(Study(pairs, peers, settings), sets, args.output)
 
 
 if __name__ == "__main__":

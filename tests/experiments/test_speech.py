@@ -254,6 +254,9 @@ def test_programs_and_drafts_are_measured_on_a_small_whisper(tmp_path, capsys):
   plain = [each for each in rows if each["program"] != speech.OWN and each["draft"] == "none"]
   assert [each["differing"] for each in plain] == [0, 0]
 
+  without = {key[1] for key in study.keys(speech.HELD_OUT, 3)}
+  assert without == {speech.OWN} and len({key[1] for key in study.keys("noise", 3)}) == 2
+
   before = (output / "results.jsonl").read_text()
   speech.run(study, {"noise": clips}, str(output))
   assert (output / "results.jsonl").read_text() == before
