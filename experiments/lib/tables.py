@@ -46,6 +46,8 @@ LINES = {
   "gpu-weights": "gpu.predict",
   "gpu-speed": "gpu.measure",
   "gpu-identity": "gpu.measure",
+  "speech-drafts": "speech.speech",
+  "speech-programs": "speech.speech",
 }
 # paths, or nothing.
 PATHS = {

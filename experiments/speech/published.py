@@ -54,6 +54,21 @@ _MODULES = {
 _PARAMETERS = {"gamma": "weight", "beta": "bias", "encodings": "weight"}
 
 
+def files(name: str) -> list[pathlib.Path]:
+  """Return the paths of WEIGHTS[name] in installed packages, which are not imported.
+
+  Raises:
+    InputError: a package is not installed.
+  """
+  try:
+    return [
+      pathlib.Path(str(importlib.metadata.distribution(file.split("/")[0]).locate_file(file)))
+      for file in WEIGHTS[name]
+    ]
+  except importlib.metadata.PackageNotFoundError as error:
+    raise InputError(f"{error}; install the extra speech of specdec_jax.") from error
+
+
 def folder(name: str) -> pathlib.Path:
   """Return the folder of a model, a key of WEIGHTS, in the format of transformers.
 
@@ -65,18 +80,12 @@ def folder(name: str) -> pathlib.Path:
   root = pathlib.Path(os.environ.get("SPECDEC_SPEECH", "~/.cache/specdec_jax/speech")).expanduser()
   path = root / f"whisper-{name}"
   if not path.exists():
-    try:
-      files = [  # packages are not imported
-        pathlib.Path(str(importlib.metadata.distribution(file.split("/")[0]).locate_file(file)))
-        for file in WEIGHTS[name]
-      ]
-    except importlib.metadata.PackageNotFoundError as error:
-      raise InputError(f"{error}; install the extra speech of specdec_jax.") from error
+    weights = files(name)
     root.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=root) as part:
       new = pathlib.Path(part, path.name)
       new.mkdir()
-      write_checkpoint(files, new)
+      write_checkpoint(weights, new)
       try:
         new.rename(path)
       except OSError:
