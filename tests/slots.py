@@ -101,7 +101,7 @@ def compare_slots(
 
   def log_probs(logits: Array) -> np.ndarray:
     after = processed(processors, pair.target.model, prompts, filled, limits, logits)
-    columns = logits, after / (sampling.temperature or 1.0)
+    columns = logits, after, after / (sampling.temperature or 1.0)
     exact = np.stack([special.log_softmax(np.asarray(x, float), axis=-1) for x in columns], -1)
     return np.take_along_axis(exact, np.asarray(filled)[..., None, None], axis=2)[is_text, 0]
 
@@ -110,7 +110,7 @@ def compare_slots(
   moved = min(moved, SHARES[pair.dtype] * float(np.ptp(plain)))
   errors = np.concatenate([result.log_probs for result in ours])[is_text] - expected_log_probs
   if dataclasses.replace(sampling, temperature=1.0) != Sampling():
-    errors = errors[:, :1]  # the filters of the sampling method change the second column
+    errors = errors[:, :2]  # the filters of the sampling method change the last column
   error = float(np.nan_to_num(np.abs(errors), nan=np.inf).max())
   by_number, rounds = [(d.row + 1, d) for d in divergences], (num_rounds(ours), num_rounds(alone))
   return SlotsResult(by_number, rounds, error, 2 * moved + FLOAT32)

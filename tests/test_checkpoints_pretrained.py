@@ -525,9 +525,11 @@ def test_texts_of_merged_settings_are_those_of_transformers(merged_case):
 
   folder, words, task, call, want = merged_case
   model = T5ForConditionalGeneration.from_pretrained(folder)
-  for text, tokens in zip(BEGINNINGS, want, strict=True):
-    source = torch.tensor([words.encode(text)])
-    row = model.generate(input_ids=source, **{**task, **call})[0, 1:].tolist()
+  prefixes = call.pop("decoder_input_ids", [[0], [0]])
+  for text, prefix, tokens in zip(BEGINNINGS, prefixes, want, strict=True):
+    inputs = dict(input_ids=[words.encode(text)], decoder_input_ids=[prefix])
+    inputs = {name: torch.tensor(x) for name, x in inputs.items()}
+    row = model.generate(**inputs, **{**task, **call})[0, len(prefix) :].tolist()
     assert row == tokens
 
 
