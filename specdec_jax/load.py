@@ -20,7 +20,7 @@ from specdec_jax.checkpoints.checkpoint import (
   make_shardings,
 )
 from specdec_jax.checkpoints.load import is_in_memory, open_checkpoint
-from specdec_jax.core.decode import num_positions
+from specdec_jax.core.decode import NullDraft, num_positions
 from specdec_jax.core.generation_config import SETTINGS, with_effect
 from specdec_jax.core.sampling import Sampling
 from specdec_jax.core.trees import AnyTree
@@ -74,7 +74,8 @@ def load_pair(
       './prompt_lookup'); or a checkpoint as for `target`, of a separate model or of a draft head
       that was trained on this target's hidden states; or a function that loads a draft for a
       `Loaded` target, such as `registry.draft` returns. By default, the bundled target has its own
-      draft head, and any other target copies from its source ('prompt_lookup').
+      draft head, a Whisper has none, and any other target copies from its source
+      ('prompt_lookup').
     vocabulary: vocabulary, or path of its file, or a Hugging Face folder or name. By default, the
       vocabulary in the folder of the target or, for pairs of this project, next to it. A target in
       memory requires this argument.
@@ -128,7 +129,8 @@ def load_pair(
   )
   bundled = is_bundled(checkpoint)
   if draft is None:
-    draft = str(BUNDLED / "conditioned") if bundled else "prompt_lookup"
+    copying = "prompt_lookup" if checkpoint.speech is None else no_draft
+    draft = str(BUNDLED / "conditioned") if bundled else copying
   if isinstance(draft, str) and registry.entry("draft", draft):
     draft = registry.draft(draft)
   if callable(draft) and not is_in_memory(draft):
@@ -141,6 +143,11 @@ def load_pair(
     max_source_tokens = num_positions(model) or 512
   task = BUNDLED.name if task is None and bundled else task
   return Pair(loaded, drafted, registry.verifier(verifier), task, max_source_tokens)
+
+
+def no_draft(target: Loaded) -> DraftSpec:
+  """Return a draft that proposes no tokens: decoding is autoregressive."""
+  return DraftSpec("none", lambda *_: NullDraft())
 
 
 def checkpoint_draft(
