@@ -151,7 +151,7 @@ def test_tokenizer_may_lack_the_timestamps(tmp_path):
 
 def test_generate_is_for_texts(tmp_path):
   pair = load_pair(str(tiny_whisper.folder(tmp_path)))
-  assert pair.draft.name == "copy-3"  # the default
+  assert pair.draft.name == "none"  # the default
   for settings in ({}, dict(decoder_texts=["a"]), dict(decoder_input_ids=[[3]])):
     with pytest.raises(InputError, match="whisper-0 reads speech, not texts; call .*transcribe"):
       pair.generate(["a red ball"], **settings)
