@@ -310,6 +310,19 @@ def learned(kind: str, layers: tuple[int, ...] | None = None):
   return draft
 
 
+def on_the_table(models: Models, sampling: Sampling, tree: Tree):
+  """A head with the target's token embeddings, of which four tokens have logits."""
+  width, target = models.target.config.emb_dim, models.target.config
+  sizes = dict(emb_dim=width, mlp_dim=16, num_decoder_layers=1)
+  head: Any = new_head(target, "conditioned", table_tokens=4, **sizes)
+  own = tiny_pair.random_params(head, 1)
+  own["decoder"]["logits_dense"] = {"output_tokens": jnp.array([1, 2, 3, 5], jnp.int32)}
+  assert "token_embedder" not in own
+  made = head_draft("head", head, own, tiny.loaded(None, models.target, models.params))
+  assert made.params["decoder"]["logits_dense"]["kernel"].shape == (width, 4)
+  return made.build(sampling, tree), made.params
+
+
 def free(models: Models, sampling: Sampling, tree: Tree):
   return NullDraft(tree), ()
 
@@ -421,6 +434,7 @@ CASES = {
   "T5Gemma, dynamic": (t5gemma, dynamic, DynamicTree(6, 3), TokenVerifier),
   "T5Gemma, conditioned": (t5gemma, learned("conditioned"), RAGGED, TokenVerifier),
   "Whisper": (whisper, model, RAGGED, TokenVerifier),
+  "Whisper, target's table": (whisper, on_the_table, RAGGED, TokenVerifier),
   "Whisper, conditioned": (whisper, learned("conditioned"), chain(3), BlockVerifier),
   "k-seq": (t5, independent, branching(2, 2), registry.verifier("k_seq")),
   "paths": (t5, near, RAGGED, registry.verifier("paths")),

@@ -347,6 +347,22 @@ def test_fully_masked_query_attends_to_all_slots_and_nan_propagates():
     assert np.isnan(skinny.attend(queries, cached, cached, 0 * bias, MASKED, cap)).all()
 
 
+@pytest.mark.parametrize(
+  "heads, groups, block, slots, has_rows, cap",
+  [(4, 4, 300, 300, True, None), (4, 2, 520, 40, False, 3.0), (2, 1, 257, 64, True, 3.0)],
+)
+def test_many_queries_attend_in_parts_as_at_once(heads, groups, block, slots, has_rows, cap):
+  """The last part is not full; the bias is one for all queries, or has a row for each."""
+  rng = np.random.default_rng(0)
+  queries = rng.normal(size=(2, heads, block, 16))
+  keys, values = rng.normal(size=(2, 2, groups, slots, 16))
+  bias = rng.normal(size=(2, heads if has_rows else 1, block if has_rows else 1, slots))
+  bias[rng.random(bias.shape) < 0.3] = MASKED
+  operands = [jnp.asarray(x, jnp.float32) for x in (queries, keys, values, bias)]
+  got, want = (Layout(kernels=kernels).attend(*operands, cap) for kernels in ("skinny", "xla"))
+  np.testing.assert_allclose(got, want, atol=1e-5)
+
+
 @compiled
 @pytest.mark.parametrize("shape", [(1, 3), (5, 64), (300, 515)], ids=str)
 def test_rms_norm_matches_numpy(shape):

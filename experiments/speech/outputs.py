@@ -1,4 +1,4 @@
-"""What a Whisper writes about windows of speech, as data to train draft heads on:
+"""Write the outputs of a Whisper for windows of speech, as data to train draft heads on:
 
 python -m experiments.speech.outputs --windows runs/speech/corpus/train --output runs/speech/train
 

@@ -1,5 +1,6 @@
 """Answer of a request for completions, complete or as a stream of pieces of text."""
 
+import abc
 import asyncio
 import contextlib
 import functools
@@ -117,7 +118,7 @@ class Choice:
       self._window = last, end, self._offset
 
 
-class Answer:
+class Answer(abc.ABC):
   """Request that the engine decodes texts for, and its answer, an ASGI application.
 
   The texts are cancelled when the client disconnects.
@@ -210,19 +211,21 @@ class Answer:
     return 200, ""
 
   @property
+  @abc.abstractmethod
   def _outputs(self) -> Sequence[Output]:
     """Outputs so far."""
-    raise NotImplementedError
 
   @property
   def _num_tokens(self) -> int:
     return sum(len(output.tokens) for output in self._outputs)
 
+  @abc.abstractmethod
   async def _response(self) -> Response:
-    raise NotImplementedError
+    """Return the whole answer after the last output has ended."""
 
+  @abc.abstractmethod
   async def _stream(self, send: Any) -> None:
-    raise NotImplementedError
+    """Send the answer in events while texts are decoded."""
 
   async def _send_event(self, send: Any, data: Any, more: bool = True) -> None:
     if not self._has_begun:

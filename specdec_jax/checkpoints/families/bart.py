@@ -103,6 +103,19 @@ def config(path: str, fields: Mapping[str, Any]) -> T5Config:
     share_encoder_decoder_embeddings=two_tables,
     decoder_vocab_size=(fields.get("vocab_size"),),
   )
+  return T5Config(
+    **shared_fields(fields),
+    encoder_embeddings=not fields.get("share_encoder_decoder_embeddings", True),
+    activation=_ACTIVATIONS[fields["activation_function"]],
+    norm_position="after" if kind in _NORM_AFTER else "before",
+    has_final_norm=kind not in _NORM_AFTER,
+    embedding_norm=kind in _LEARNED_POSITIONS,
+    num_positions=fields["max_position_embeddings"],
+  )
+
+
+def shared_fields(fields: Mapping[str, Any]) -> dict[str, Any]:
+  """Return the fields of the config that all models like BART have, given those of config.json."""
   width = fields["d_model"]
 
   def sizes_of(stack: str) -> tuple[int, int, int, int, int]:
@@ -111,7 +124,7 @@ def config(path: str, fields: Mapping[str, Any]) -> T5Config:
 
   encoder, decoder = sizes_of("encoder"), sizes_of("decoder")
   _, num_heads, _, head_dim, mlp_dim = decoder
-  return T5Config(
+  return dict(
     vocab_size=fields["vocab_size"],
     emb_dim=width,
     num_heads=num_heads,
@@ -120,14 +133,8 @@ def config(path: str, fields: Mapping[str, Any]) -> T5Config:
     num_encoder_layers=fields["encoder_layers"],
     num_decoder_layers=fields["decoder_layers"],
     encoder_sizes=None if encoder == decoder else encoder,
-    encoder_embeddings=not fields.get("share_encoder_decoder_embeddings", True),
     gated=False,
-    activation=_ACTIVATIONS[fields["activation_function"]],
-    norm_position="after" if kind in _NORM_AFTER else "before",
-    has_final_norm=kind not in _NORM_AFTER,
-    embedding_norm=kind in _LEARNED_POSITIONS,
     biases=True,
-    num_positions=fields["max_position_embeddings"],
     pad_id=fields["pad_token_id"],
     start_id=fields["decoder_start_token_id"],
     eos_id=read_eos_ids(fields, fields["eos_token_id"])[0],

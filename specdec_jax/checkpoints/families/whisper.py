@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 
 from specdec_jax.checkpoints.families import bart
-from specdec_jax.checkpoints.families.mapping import expand, read_eos_ids, require_known
+from specdec_jax.checkpoints.families.mapping import expand, require_known
 from specdec_jax.checkpoints.formats import LOGITS, TABLE, Leaf
 from specdec_jax.models.config import T5Config
 from specdec_jax.models.whisper import SpeechTokens
@@ -45,32 +45,12 @@ def config(path: str, fields: Mapping[str, Any]) -> T5Config:
   require_known(path, fields, activation_function=("gelu",), scale_embedding=(False,))
   require_known(path, fields, tie_word_embeddings=(True,))
   fields = _SIZES | {name: value for name, value in fields.items() if value is not None}
-  width = fields["d_model"]
-
-  def sizes_of(stack: str) -> tuple[int, int, int, int, int]:
-    num_heads = fields[f"{stack}_attention_heads"]
-    return width, num_heads, num_heads, width // num_heads, fields[f"{stack}_ffn_dim"]
-
-  encoder, decoder = sizes_of("encoder"), sizes_of("decoder")
-  _, num_heads, _, head_dim, mlp_dim = decoder
   return T5Config(
-    vocab_size=fields["vocab_size"],
-    emb_dim=width,
-    num_heads=num_heads,
-    head_dim=head_dim,
-    mlp_dim=mlp_dim,
-    num_encoder_layers=fields["encoder_layers"],
-    num_decoder_layers=fields["decoder_layers"],
-    encoder_sizes=None if encoder == decoder else encoder,
+    **bart.shared_fields(fields),
     num_mels=fields["num_mel_bins"],
     source_positions=fields["max_source_positions"],
-    gated=False,
     activation="gelu_exact",
-    biases=True,
     num_positions=fields["max_target_positions"],
-    pad_id=fields["pad_token_id"],
-    start_id=fields["decoder_start_token_id"],
-    eos_id=read_eos_ids(fields, fields["eos_token_id"])[0],
   )
 
 
