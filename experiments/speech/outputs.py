@@ -3,9 +3,9 @@
 python -m experiments.speech.outputs --windows runs/speech/corpus/train --output runs/speech/train
 
 For each window, the text that the target decodes at temperature 0, and at each of its tokens the
-hidden state and the most probable tokens; and the keys and values of the window in the target's
-last decoder layer, which draft heads share. Every second window has timestamps. An interrupted run
-resumes.
+outputs of the target's last layers (`layers_of`) and the most probable tokens; and the keys and
+values of the window in the target's last decoder layer, which draft heads share. Every second
+window has timestamps. An interrupted run resumes.
 """
 
 import argparse
@@ -26,6 +26,7 @@ from specdec_jax.core.types import AnyPair
 from specdec_jax.data.text import read_lines
 from specdec_jax.data.vocabulary import padded
 from specdec_jax.measure.alpha import teacher_forced
+from specdec_jax.models.families import with_feature_layers
 from specdec_jax.models.whisper import WhisperModel
 from specdec_jax.speech.audio import log_mel
 from specdec_jax.speech.transcribe import Transcriber
@@ -34,14 +35,20 @@ LENGTH, TOP = 224, 16  # tokens of a text, and most probable tokens at each of t
 BATCH = 4
 
 
+def layers_of(config) -> tuple[int, ...]:
+  """Return the layers of the target whose outputs are written as hidden states."""
+  return tuple(range(max(0, config.num_decoder_layers - 3), config.num_decoder_layers))
+
+
 def arrays(config, count: int) -> dict[str, tuple[tuple[int, ...], str]]:
   """Return shape and dtype of each array, by the name of its file."""
   cross = 2, config.kv_heads, config.source_positions, config.head_dim
+  width = len(layers_of(config)) * config.emb_dim
   return {
     "prompts": ((count, 4), "int32"),  # tokens before a text; -1 after them
     "tokens": ((count, LENGTH), "int32"),  # EOS included; -1 after it
-    "prompt_hidden": ((count, 4, config.emb_dim), "float16"),  # states at the tokens of prompts
-    "hidden": ((count, LENGTH, config.emb_dim), "float16"),  # states that predict the tokens
+    "prompt_hidden": ((count, 4, width), "float16"),  # states at the tokens of prompts
+    "hidden": ((count, LENGTH, width), "float16"),  # states that predict the tokens
     "top_tokens": ((count, LENGTH, TOP), "int32"),
     "top_probs": ((count, LENGTH, TOP), "float16"),
     "cross": ((count, *cross), "float16"),
@@ -53,7 +60,8 @@ def write(pair: AnyPair, windows: str | os.PathLike, output_dir: str | os.PathLi
   speech = np.load(pathlib.Path(windows) / "windows.npy", mmap_mode="r")
   output = pathlib.Path(output_dir)
   output.mkdir(parents=True, exist_ok=True)
-  done, config, model = output / "done.json", pair.config, pair.target.model
+  done, config = output / "done.json", pair.config
+  model = with_feature_layers(pair.target.model, layers_of(config))
   first = json.loads(done.read_text()) if done.exists() else 0
   files = {
     name: np.lib.format.open_memmap(

@@ -3,8 +3,8 @@
 python -m experiments.speech.train --data runs/speech/train --output experiments/speech/head
 
 The head is a decoder layer of kind 'conditioned': it attends to the keys and values of the target's
-last layer, reads the target's hidden state, and has the target's token embeddings, of which the
-most frequent tokens have logits. Training minimizes the divergence from the target's distribution
+last layer, reads the outputs of its last layers, and has the target's token embeddings, of which
+the most frequent tokens have logits. Training minimizes the divergence from the target's distribution
 at each token. An interrupted run resumes after its last epoch, with the same result.
 """
 
@@ -26,6 +26,7 @@ from jax import Array, lax
 
 from experiments.lib import script
 from experiments.speech import corpus, published
+from experiments.speech.outputs import layers_of
 from specdec_jax import load_pair
 from specdec_jax.checkpoints.formats import TABLE
 from specdec_jax.checkpoints.load import load_model
@@ -135,6 +136,7 @@ def train(
     emb_dim=config.emb_dim,
     mlp_dim=config.mlp_dim,
     num_decoder_layers=1,
+    layers=layers_of(config),
     table_tokens=len(chosen),
     **{name: getattr(config, name) for name in ("gated", "activation", "biases", "num_positions")},
   )

@@ -14,6 +14,7 @@ namespace ffi = xla::ffi;
 namespace {
 
 constexpr int64_t kMinWork = 1 << 17;  // multiply-adds per thread
+constexpr int kDim = 64;  // usual size of a head
 constexpr int64_t kMinNormed = 1 << 16;  // elements per thread
 
 typedef int32_t Ints __attribute__((vector_size(kLanes * 4)));
@@ -24,6 +25,31 @@ inline float Sum(Vector v) {
   for (int half = kLanes / 2; half > 0; half /= 2)
     for (int i = 0; i < half; ++i) lanes[i] += lanes[i + half];
   return lanes[0];
+}
+
+// The lanes 0, 2, 4, ... of the result are those of a, half of them added to the other half, and the
+// others are those of b.
+inline Vector Fold(Vector a, Vector b) {
+  constexpr int kHalf = kLanes / 2;
+#ifdef __clang__
+  Vector low, high;
+  for (int i = 0; i < kLanes; ++i) {
+    low[i] = i % 2 ? b[i / 2] : a[i / 2];
+    high[i] = i % 2 ? b[i / 2 + kHalf] : a[i / 2 + kHalf];
+  }
+  return low + high;
+#else
+  Ints low;
+  for (int i = 0; i < kLanes; ++i) low[i] = i / 2 + i % 2 * kLanes;
+  return __builtin_shuffle(a, b, low) + __builtin_shuffle(a, b, low + kHalf);
+#endif
+}
+
+// Lane i of the result is Sum(v[i]).
+inline Vector Sums(Vector (&v)[kLanes]) {
+  for (int n = kLanes / 2; n > 0; n /= 2)
+    for (int i = 0; i < n; ++i) v[i] = Fold(v[i], v[i + n]);
+  return v[0];
 }
 
 inline float Total(const float* a, int64_t size) {
@@ -88,67 +114,107 @@ struct Heads {
   float masked, cap;  // a cap of 0 is none
 };
 
-// out[0 : N * kLanes]: the weighted sum of the values in the visible slots.
-template <int N>
-inline void Mix(const float* weights, const int32_t* visible, int64_t count, const float* values,
-                int64_t dim, float scale, float* out) {
-  Vector sum[N]{};
-  for (int64_t i = 0; i < count; ++i)
-    for (int n = 0; n < N; ++n) sum[n] += weights[i] * Load(values + visible[i] * dim + n * kLanes);
-  for (int n = 0; n < N; ++n) Store(out + n * kLanes, sum[n] * scale);
+// The logits of a query in kLanes slots, with the same result as Dot for each of them.
+__attribute__((always_inline)) inline Vector Dots(const float* query, const float* keys,
+                                                  const int32_t* visible, int64_t dim) {
+  Vector sums[kLanes];
+  const int64_t whole = dim / kLanes * kLanes;
+  for (int i = 0; i < kLanes; ++i) {
+    const float* key = keys + visible[i] * dim;
+    sums[i] = Vector{};
+    for (int64_t d = 0; d < whole; d += kLanes) sums[i] += Load(query + d) * Load(key + d);
+  }
+  Vector dots = Sums(sums);
+  for (int64_t d = whole; d < dim; ++d)
+    for (int i = 0; i < kLanes; ++i) dots[i] += query[d] * keys[visible[i] * dim + d];
+  return dots;
 }
 
-// Attention of all queries of one head of one row.
-void Head(const Heads& h, int64_t row, int64_t head) {
-  const int64_t group = row * h.groups + head / (h.heads / h.groups);
-  const float* keys = h.keys + group * h.slots * h.dim;
-  const float* values = h.values + group * h.slots * h.dim;
-  std::vector<float> weights(Ratio(h.slots, kLanes) * kLanes);
-  std::vector<int32_t> visible(h.slots);
-  for (int64_t k = 0; k < h.block; ++k) {
-    const int64_t offset = ((row * h.block + k) * h.heads + head) * h.dim;
-    const float* bias = h.bias + row * h.row_stride + head * h.head_stride + k * h.query_stride;
-    int64_t count = 0;
-    for (int64_t t = 0; t < h.slots; ++t)
-      if (!(bias[t] < h.masked / 2)) visible[count++] = t;
-    if (count == 0)  // a padding query, whose result is not used
-      for (; count < h.slots; ++count) visible[count] = count;
-
-    const auto dot = [&](int64_t i) {
-      return Dot(h.queries + offset, keys + visible[i] * h.dim, h.dim);
-    };
-    float max_logit = -INFINITY;
-    const auto add_bias = [&](int64_t i, float logit) {
-      weights[i] = logit + bias[visible[i]];
-      max_logit = std::max(max_logit, weights[i]);
-    };
-    if (h.cap == 0) {
-      for (int64_t i = 0; i < count; ++i) add_bias(i, dot(i));
-    } else {
-      for (int64_t i = 0; i < count; ++i) weights[i] = dot(i);
-      for (int64_t i = 0; i < count; i += kLanes)
-        Store(&weights[i], Tanh(Load(&weights[i]) / h.cap) * h.cap);
-      for (int64_t i = 0; i < count; ++i) add_bias(i, weights[i]);
+// out[q * stride : q * stride + N * kLanes] for Q queries: the weighted sums of the values in the
+// visible slots.
+template <int N, int Q>
+inline void Mix(const float* weights, int64_t width, const int32_t* visible, int64_t count,
+                const float* values, int64_t dim, const float* scales, float* out,
+                int64_t stride) {
+  Vector sum[Q][N]{};
+  for (int64_t i = 0; i < count; ++i)
+    for (int n = 0; n < N; ++n) {
+      const Vector value = Load(values + visible[i] * dim + n * kLanes);
+      for (int q = 0; q < Q; ++q) sum[q][n] += weights[q * width + i] * value;
     }
-    std::fill(weights.begin() + count, weights.end(), -INFINITY);
+  for (int q = 0; q < Q; ++q)
+    for (int n = 0; n < N; ++n) Store(out + q * stride + n * kLanes, sum[q][n] * scales[q]);
+}
+
+// Attention of the queries k to k + Q - 1 of one head of one row, which see the same slots. The size
+// of a head is D, or any if D is 0.
+template <int Q, int D>
+void Attend(const Heads& h, int64_t row, int64_t head, int64_t k) {
+  const int64_t dim = D ? D : h.dim, group = row * h.groups + head / (h.heads / h.groups);
+  const float* keys = h.keys + group * h.slots * dim;
+  const float* values = h.values + group * h.slots * dim;
+  const int64_t width = Ratio(h.slots, kLanes) * kLanes, stride = h.heads * dim;
+  const int64_t offset = ((row * h.block + k) * h.heads + head) * dim;
+  const float* bias = h.bias + row * h.row_stride + head * h.head_stride + k * h.query_stride;
+  std::vector<float> weights(Q * width), biases(width, -INFINITY);
+  std::vector<int32_t> visible(width);
+  int64_t count = 0;
+  for (int64_t t = 0; t < h.slots; ++t)
+    if (!(bias[t] < h.masked / 2)) visible[count++] = t;
+  if (count == 0)  // padding queries, whose results are not used
+    for (; count < h.slots; ++count) visible[count] = count;
+  for (int64_t i = 0; i < count; ++i) biases[i] = bias[visible[i]];
+
+  Vector largest[Q];
+  for (Vector& each : largest) each = Vector{} - INFINITY;
+  for (int64_t i = 0; i < count; i += kLanes)
+    for (int q = 0; q < Q; ++q) {
+      const float* query = h.queries + offset + q * stride;
+      Vector logits = Dots(query, keys, &visible[i], dim);
+      if (h.cap != 0) logits = Tanh(logits / h.cap) * h.cap;
+      logits += Load(&biases[i]);
+      largest[q] = logits > largest[q] ? logits : largest[q];
+      Store(&weights[q * width + i], logits);
+    }
+  float scales[Q];
+  for (int q = 0; q < Q; ++q) {
+    float* own = &weights[q * width];
+    float max_logit = -INFINITY;
+    for (int i = 0; i < kLanes; ++i) max_logit = std::max(max_logit, largest[q][i]);
     Vector sum{};
     for (int64_t i = 0; i < count; i += kLanes) {
-      const Vector e = Exp(Load(&weights[i]) - max_logit);
-      Store(&weights[i], e);
+      const Vector e = Exp(Load(own + i) - max_logit);
+      Store(own + i, e);
       sum += e;
     }
-    const float scale = 1 / Sum(sum);
-    int64_t d = 0;
-    for (; d + 4 * kLanes <= h.dim; d += 4 * kLanes)
-      Mix<4>(weights.data(), visible.data(), count, values + d, h.dim, scale, h.out + offset + d);
-    for (; d + kLanes <= h.dim; d += kLanes)
-      Mix<1>(weights.data(), visible.data(), count, values + d, h.dim, scale, h.out + offset + d);
-    for (; d < h.dim; ++d) {
-      float mixed = 0;
-      for (int64_t i = 0; i < count; ++i) mixed += weights[i] * values[visible[i] * h.dim + d];
-      h.out[offset + d] = mixed * scale;
-    }
+    scales[q] = 1 / Sum(sum);
   }
+  constexpr int N = std::clamp(kLanes / Q, 1, 4);  // so that Q * N sums fit in registers
+  float* out = h.out + offset;
+  const auto mix = [&](auto mixed, int64_t d) {
+    mixed(weights.data(), width, visible.data(), count, values + d, dim, scales, out + d, stride);
+  };
+  int64_t d = 0;
+  for (; d + N * kLanes <= dim; d += N * kLanes) mix(Mix<N, Q>, d);
+  for (; d + kLanes <= dim; d += kLanes) mix(Mix<1, Q>, d);
+  for (; d < dim; ++d)
+    for (int q = 0; q < Q; ++q) {
+      float mixed = 0;
+      for (int64_t i = 0; i < count; ++i)
+        mixed += weights[q * width + i] * values[visible[i] * dim + d];
+      out[q * stride + d] = mixed * scales[q];
+    }
+}
+
+// Attention of all queries of one head of one row. Keys and values are read once for several ones.
+template <int D>
+void Head(const Heads& h, int64_t row, int64_t head) {
+  int64_t k = 0;
+  if (h.query_stride == 0) {
+    for (; k + 4 <= h.block; k += 4) Attend<4, D>(h, row, head, k);
+    for (; k + 2 <= h.block; k += 2) Attend<2, D>(h, row, head, k);
+  }
+  for (; k < h.block; ++k) Attend<1, D>(h, row, head, k);
 }
 
 ffi::Error Attention(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> queries,
@@ -180,9 +246,10 @@ ffi::Error Attention(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> queries,
                     b[2] == 1 ? 0 : slots,
                     masked,
                     cap};
+  const auto head = heads.dim == kDim ? Head<kDim> : Head<0>;
   const int64_t work = 2 * q[0] * q[1] * q[2] * q[3] * slots;
   Share(pool, Threads(pool, work, kMinWork), q[0] * q[2],
-        [heads](int64_t i) { Head(heads, i / heads.heads, i % heads.heads); });
+        [heads, head](int64_t i) { head(heads, i / heads.heads, i % heads.heads); });
   return ffi::Error::Success();
 }
 
