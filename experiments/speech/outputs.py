@@ -32,7 +32,7 @@ from specdec_jax.speech.audio import log_mel
 from specdec_jax.speech.transcribe import Transcriber
 
 LENGTH, TOP = 224, 16  # tokens of a text, and most probable tokens at each of them
-BATCH = 4
+BATCH = 8
 
 
 def layers_of(config) -> tuple[int, ...]:
@@ -100,10 +100,11 @@ def write(pair: AnyPair, windows: str | os.PathLike, output_dir: str | os.PathLi
     decoder = transcriber.decoder(timed)
     result = decoder.run(pair.params, prompt, jax.random.key(0), max_new_tokens=LENGTH)
     tokens = np.where(np.arange(LENGTH) < np.asarray(result.lengths)[:, None], result.tokens, -1)
-    found = jax.device_get(outputs(pair.params.target, prompt, jnp.maximum(tokens, 0)))
+    width = -(-int(result.lengths.max()) // 32) * 32
+    found = jax.device_get(outputs(pair.params.target, prompt, jnp.maximum(tokens[:, :width], 0)))
     rows = slice(start, start + len(batch))
     for name, values in found.items():
-      files[name][rows] = values
+      files[name][rows, : values.shape[1]] = values
     files["tokens"][rows], files["prompts"][rows] = tokens, padded(before, 4, -1)
     if step % 10 == 9 or start == steps[-1]:
       for file in files.values():

@@ -34,6 +34,7 @@ from specdec_jax.core.sampling import Sampling, row_keys
 from specdec_jax.core.trees import chain
 from specdec_jax.core.types import DecodeResult
 from specdec_jax.data.vocabulary import padded
+from specdec_jax.drafts.backoff import backoff_ngrams
 from specdec_jax.errors import InputError
 from specdec_jax.measure.alpha import measure_alpha
 from specdec_jax.measure.costs import Costs, measure_costs, ratio_range
@@ -464,10 +465,15 @@ def speech_programs_table(rows: Sequence[Row]) -> Table:
   return Table("Whisper in several programs", columns, cells, _notes(rows))
 
 
-def own_pairs(target: str, drafts: Sequence[str]) -> dict[str, Pair]:
-  """Return the target with prompt lookup, and with each draft in float and int8."""
+def own_pairs(target: str, drafts: Sequence[str], texts: str) -> dict[str, Pair]:
+  """Return the target with prompt lookup, n-grams, and each draft in float and int8.
+
+  Args:
+    texts: file of transcripts, one per line, whose n-grams are counted.
+  """
   first = load_pair(target, "prompt_lookup")
-  pairs = {"prompt lookup": first}
+  ngrams = load_pair(target, functools.partial(backoff_ngrams, target_text=texts)).draft
+  pairs = {"prompt lookup": first, "n-grams": first.with_draft(ngrams)}
   for path in drafts:
     for weights in ("stored", "int8"):
       pair = first.with_draft(load_pair(target, path, draft_weights=weights).draft)
@@ -539,7 +545,11 @@ def main() -> None:
     sets[name] = clips_of(pathlib.Path(args.corpus, folder), args.minutes)
   if not all(sets.values()):
     raise InputError(f"There are no recordings in {args.recordings}, or no windows.")
-  pairs = own_pairs(target, args.draft)
+  texts = pathlib.Path(args.output, "texts.txt")
+  texts.parent.mkdir(parents=True, exist_ok=True)
+  read = lines(pathlib.Path(args.corpus, "train", "windows.jsonl"))
+  texts.write_text("".join(f" {' '.join(window['texts'])}\n" for window in read))
+  pairs = own_pairs(target, args.draft, str(texts))
   peers = published_peers(pairs["prompt lookup"], target, args.without)
   settings = Settings(gammas=args.gamma or [GAMMA], repeats=args.repeats)
   run(Study(pairs, peers, settings), sets, args.output)

@@ -3,9 +3,9 @@
 python -m experiments.speech.train --data runs/speech/train --output experiments/speech/head
 
 The head is a decoder layer of kind 'conditioned': it attends to the keys and values of the target's
-last layer, reads the outputs of its last layers, and has the target's token embeddings, of which
-the most frequent tokens have logits. Training minimizes the divergence from the target's distribution
-at each token. An interrupted run resumes after its last epoch, with the same result.
+last layer, reads the outputs of the target's last layers, and has the target's token embeddings, of
+which the most frequent tokens have logits. Training minimizes the divergence from the target's
+distribution at each token. An interrupted run resumes after its last epoch, with the same result.
 """
 
 import argparse

@@ -3,14 +3,14 @@
 Axis letters are those of `core.types`.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
-from jaxtyping import Float, Int, Key, Shaped
+from jaxtyping import Bool, Float, Int, Key, Shaped
 
 Keys = Key[Array, " B"]  # random keys, one per row
 
@@ -40,6 +40,43 @@ def gather_or_zero(x: Float[Array, "B N E"], index: Int[Array, " B"]) -> Float[A
 def expanded(x: Array | np.ndarray, like: Array | np.ndarray) -> Shaped[Array, "..."]:
   """Return x with leading axes of size 1, as many axes as `like`."""
   return lax.expand_dims(x, range(like.ndim - x.ndim))
+
+
+def highest(x: Shaped[Array, "*batch N"]) -> Shaped[Array, "*batch 1"]:
+  """Return the largest entry of the last axis."""
+  return lax.platform_dependent(
+    x,
+    cpu=lambda x: _halved(x, jnp.maximum).max(axis=-1, keepdims=True),
+    default=lambda x: x.max(axis=-1, keepdims=True),
+  )
+
+
+def first_true(mask: Bool[Array, "*batch N"]) -> Int[Array, "*batch"]:
+  """Return the index of the first True on the last axis, or N if there is none.
+
+  On a CPU, `jnp.argmax` takes 10 times as long or more.
+  """
+  size = mask.shape[-1]
+  indices = jnp.where(mask, jnp.arange(size, dtype=jnp.int32), size)
+  return lax.platform_dependent(
+    indices,
+    cpu=lambda x: _halved(x, jnp.minimum).min(axis=-1),
+    default=lambda x: x.min(axis=-1),
+  )
+
+
+def _halved(
+  x: Shaped[Array, "*batch N"], combine: Callable[[Array, Array], Array]
+) -> Shaped[Array, "*batch n"]:
+  """Combine the halves of rows, which may overlap, until at most 512 entries are left.
+
+  XLA for CPUs vectorizes this, but not the maximum or minimum of a row: of 8 rows of 51,865 logits,
+  `sampling.argmax` takes a quarter of the time.
+  """
+  while (size := x.shape[-1]) > 512:
+    half = -(-size // 2)
+    x = combine(x[..., :half], x[..., size - half :])
+  return x
 
 
 def take(

@@ -24,6 +24,7 @@ from specdec_jax.core.arrays import (
   gather,
   gather_or_zero,
   gather_token,
+  highest,
   place_tokens,
   repeat_rows,
   split_rows,
@@ -415,7 +416,7 @@ def _all_finite(
   logits: Float[Array, "B K V"], q: Float[Array, "B N V"] | None
 ) -> Bool[Array, " B"]:
   """Return for each row whether q and, at each node, the maximum of the logits are finite."""
-  finite = jnp.isfinite(logits.max(axis=-1)).all(axis=1)
+  finite = jnp.isfinite(highest(logits)).all(axis=(1, 2))
   return finite if q is None else finite & jnp.isfinite(q.sum(axis=(1, 2)))
 
 

@@ -20,6 +20,7 @@ import numpy as np
 from jax import Array, lax
 from jaxtyping import Bool, Float, Int
 
+from specdec_jax.core.arrays import highest
 from specdec_jax.core.context import Prefixes
 from specdec_jax.core.settings import HashableArray, Settings, traced
 from specdec_jax.errors import InputError, require_count, shown
@@ -51,7 +52,7 @@ def process(
         f"The logits_processor {shown(processor)} returns logits of shape {processed.shape}; they "
         f"must keep their shape {logits.shape}."
       )
-  return jnp.where(jnp.isneginf(processed).all(axis=-1, keepdims=True), logits, processed)
+  return jnp.where(jnp.isneginf(highest(processed)), logits, processed)
 
 
 _ANY = -1  # matches every token at the beginning of a shorter sequence

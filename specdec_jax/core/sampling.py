@@ -16,7 +16,15 @@ from jax import Array, lax
 from jax.typing import ArrayLike
 from jaxtyping import Bool, Float, Int, Key, Shaped
 
-from specdec_jax.core.arrays import Keys, expanded, fold_in_rows, gather_one, take
+from specdec_jax.core.arrays import (
+  Keys,
+  expanded,
+  first_true,
+  fold_in_rows,
+  gather_one,
+  highest,
+  take,
+)
 from specdec_jax.core.settings import Settings, is_neutral, traced
 from specdec_jax.errors import InputError, require_count, require_number
 
@@ -76,7 +84,7 @@ def distribution(logits: Float[Array, "*batch V"], sampling: Sampling) -> Float[
   if sampling.is_argmax:
     return jax.nn.one_hot(argmax(logits), logits.shape[-1], dtype=jnp.float32)
   # Subtract the maximum first, so that a tiny temperature does not overflow.
-  logits = (logits - logits.max(axis=-1, keepdims=True)) / sampling.temperature
+  logits = (logits - highest(logits)) / sampling.temperature
   if not is_neutral(sampling.top_k, 0):
     logits = jnp.where(nearest(-logits, 1, sampling.top_k), logits, -jnp.inf)
   weights = jnp.exp(logits)
@@ -193,7 +201,7 @@ def sample_siblings(
     if scores is None:
       token = _sample_nodes(take(keys[:, rank], nodes), q)
     else:
-      token = argmax(jnp.where(scores.max(axis=-1, keepdims=True) > -jnp.inf, scores, logits))
+      token = argmax(jnp.where(highest(scores) > -jnp.inf, scores, logits))
     is_taken = token[..., None] == jnp.arange(logits.shape[-1])[None, None]
     remaining = _excluding(is_taken, remaining, 0.0)
     logits, scores = (_excluding(is_taken, x, -jnp.inf) for x in (logits, scores))
@@ -258,7 +266,7 @@ def _invert(u: Float[Array, " B"], weights: Float[Array, "B N"]) -> Int[Array, "
   # A parallel cumulative sum need not be monotone, so entries of weight 0 are excluded.
   cumulative = jnp.where(weights > 0, jnp.cumsum(weights, axis=-1), 0.0)
   total = cumulative.max(axis=-1, keepdims=True)
-  return _first((cumulative > u[:, None] * total) | (cumulative == total))
+  return first_true((cumulative > u[:, None] * total) | (cumulative == total))
 
 
 def argmax(logits: Float[Array, "*batch V"]) -> Int[Array, "*batch"]:
@@ -266,14 +274,8 @@ def argmax(logits: Float[Array, "*batch V"]) -> Int[Array, "*batch"]:
   return lax.platform_dependent(
     logits,
     cuda=lambda logits: lax.argmax(logits, logits.ndim - 1, jnp.int32),
-    default=lambda logits: _first(logits == logits.max(axis=-1, keepdims=True)),
+    default=lambda logits: first_true(logits == highest(logits)),
   )
-
-
-def _first(mask: Bool[Array, "*batch N"]) -> Int[Array, "*batch"]:
-  """Return the index of the first True on the last axis, 10x as fast as `jnp.argmax` on a CPU."""
-  size = mask.shape[-1]
-  return jnp.where(mask, jnp.arange(size, dtype=jnp.int32), size).min(axis=-1)
 
 
 MIN_LARGE = 2**14  # smallest vocabulary in which few tokens are searched first
@@ -301,11 +303,6 @@ def filtered(
   apply(s.epsilon_cutoff, 0, lambda: at_least(probs, s.epsilon_cutoff))
   apply(s.eta_cutoff, 0, lambda: at_least(probs, eta_threshold(probs, s.eta_cutoff)))
   return probs
-
-
-def highest(probs: Float[Array, "*batch V"]) -> Float[Array, "*batch 1"]:
-  """Return the probability of the most probable token."""
-  return probs.max(axis=-1, keepdims=True)
 
 
 def at_least(probs: Float[Array, "*batch V"], least: ArrayLike) -> Bool[Array, "*batch V"]:

@@ -257,20 +257,22 @@ def test_clips_of_windows_and_recordings(tmp_path):
   assert all((x == 0.5).all() for x in (*clips, raw))
 
 
-def test_programs_and_drafts_are_measured_on_a_small_whisper(tmp_path, capsys):
+def test_programs_and_drafts_are_measured_on_a_small_whisper(tmp_path, capsys, monkeypatch):
+  monkeypatch.setattr("specdec_jax.measure.machine.commit", lambda: None)  # outside of a clone
   target, smaller = (str(tiny_whisper.folder(tmp_path, seed=seed)) for seed in (0, 1))
   clips = [
     speech.read_audio(tiny_whisper.write_noise(tmp_path / f"{i}.wav", 2, i)) for i in range(3)
   ]
-  pairs = speech.own_pairs(target, [smaller])
+  (tmp_path / "texts.txt").write_text("a b a\n")
+  pairs = speech.own_pairs(target, [smaller], str(tmp_path / "texts.txt"))
   peers = speech.transformers_peers(target, speech.limit_of(pairs["prompt lookup"]))
   study = speech.Study(pairs, peers, speech.Settings((1, 2), (2,), 1))
   output = tmp_path / "study"
   speech.run(study, {"noise": clips}, str(output))
   rows = [json.loads(line) for line in (output / "results.jsonl").open()]
   own = [each for each in rows if each["program"] == speech.OWN]
-  assert [(each["batch_size"], each["clips"]) for each in own] == [(1, 3)] * 4 + [(2, 2)] * 4
-  names = ["none", "prompt lookup", "whisper-1", "whisper-1, int8"]
+  assert [(each["batch_size"], each["clips"]) for each in own] == [(1, 3)] * 5 + [(2, 2)] * 5
+  names = ["none", "prompt lookup", "n-grams", "whisper-1", "whisper-1, int8"]
   assert [each["draft"] for each in own] == names * 2
   assert all(each["differing"] == 0 and each["num_tokens"] > 0 for each in own)
   for each in own:
