@@ -110,6 +110,14 @@ def test_flac_needs_soundfile(monkeypatch):
   np.testing.assert_allclose(read_audio(file.getvalue()), sine(), atol=2**-14)
 
 
+def test_small_file_of_many_hours_is_refused():
+  soundfile, file = pytest.importorskip("soundfile"), io.BytesIO()
+  soundfile.write(file, np.zeros(13 * 3600 * 1000, np.int16), 1000, format="FLAC")
+  assert len(file.getvalue()) < 1 << 18
+  with pytest.raises(InputError, match="the audio has 13 hours"):
+    read_audio(file.getvalue())
+
+
 def test_log_mel_of_a_sine():
   mel = log_mel(0.1 * sine(), min_samples=30 * SAMPLE_RATE)
   assert mel.shape == (3000, 80) and {*mel[5:95].argmax(axis=1)} == {11}  # its center is 447 Hz

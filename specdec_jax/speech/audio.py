@@ -13,6 +13,7 @@ from specdec_jax.errors import InputError, require_number
 
 SAMPLE_RATE, HOP = 16_000, 160  # samples per second, and between frames
 _WIDTH, _BLOCK = 400, 1024  # samples of a frame; frames transformed at once, which fit in a cache
+_MAX_HOURS = 12  # of a compressed file
 # By format tag (1: PCM, 3: IEEE float) and bits. Samples of 24 bits are read as three bytes.
 _TYPES = {(1, 8): "u1", (1, 16): "i2", (1, 24): "u1", (1, 32): "i4", (3, 32): "f4", (3, 64): "f8"}
 _SCALES = {"float32": 1, "float64": 1, "uint8": 2**7, "int16": 2**15, "int32": 2**31}
@@ -76,7 +77,10 @@ def _read_with_soundfile(data: bytes, name: str) -> tuple[np.ndarray, int]:
       "installed; run pip install 'specdec_jax[audio]' (in a checkout, '.[audio]')."
     ) from error
   try:
-    return soundfile.read(io.BytesIO(data), dtype="float32")
+    with soundfile.SoundFile(io.BytesIO(data)) as file:
+      if (hours := file.frames / file.samplerate / 3600) > _MAX_HOURS:  # of few bytes
+        raise InputError(f"{name} has {hours:.0f} hours; at most {_MAX_HOURS} are read at once.")
+      return file.read(dtype="float32"), file.samplerate
   except (soundfile.LibsndfileError, MemoryError) as error:  # the latter of damaged lengths
     raise InputError(f"{name} cannot be read: {getattr(error, 'error_string', error)}") from error
 
