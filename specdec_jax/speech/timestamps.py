@@ -18,6 +18,7 @@ from jax import Array
 from jax.nn import logsumexp
 from jaxtyping import Float, Int
 
+from specdec_jax.core.arrays import highest
 from specdec_jax.core.context import Prefixes
 from specdec_jax.core.processors import LogitsProcessor
 
@@ -75,8 +76,8 @@ class TimestampRule(LogitsProcessor):
     excluded |= (ids >= begin) & (starts_segment | (ids < earliest))
     excluded |= is_first & ((ids < begin) | (ids > latest))
     logits = jnp.where(excluded, -jnp.inf, logits)
-    is_next = logsumexp(logits[..., begin:], axis=2) > logits[..., :begin].max(axis=2)
-    return jnp.where(is_next[..., None] & (ids < begin), -jnp.inf, logits)
+    is_next = logsumexp(logits[..., begin:], axis=2, keepdims=True) > highest(logits[..., :begin])
+    return jnp.where(is_next & (ids < begin), -jnp.inf, logits)
 
 
 class Segment(NamedTuple):
