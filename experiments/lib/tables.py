@@ -48,6 +48,8 @@ LINES = {
   "gpu-identity": "gpu.measure",
   "speech-drafts": "speech.speech",
   "speech-programs": "speech.speech",
+  "speech-batches": "speech.batches",
+  "speech-compiled": "speech.batches",
 }
 # paths, or nothing.
 PATHS = {

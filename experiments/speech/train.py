@@ -103,6 +103,20 @@ def batches(
     yield rows_of(data, windows[start : start + size], place)
 
 
+def head_of(config: Any, num_tokens: int) -> Any:
+  """Return a head of one layer for a target, with logits for `num_tokens` tokens."""
+  return new_head(
+    config,
+    "conditioned",
+    emb_dim=config.emb_dim,
+    mlp_dim=config.mlp_dim,
+    num_decoder_layers=1,
+    layers=layers_of(config),
+    table_tokens=num_tokens,
+    **{name: getattr(config, name) for name in ("gated", "activation", "biases", "num_positions")},
+  )
+
+
 def train(
   pair: AnyPair,
   target_params: Any,
@@ -130,16 +144,7 @@ def train(
   )
   place = np.full(config.vocab_size, -1)
   place[chosen] = np.arange(len(chosen))
-  head: Any = new_head(
-    config.with_layout(kernels="xla"),
-    "conditioned",
-    emb_dim=config.emb_dim,
-    mlp_dim=config.mlp_dim,
-    num_decoder_layers=1,
-    layers=layers_of(config),
-    table_tokens=len(chosen),
-    **{name: getattr(config, name) for name in ("gated", "activation", "biases", "num_positions")},
-  )
+  head: Any = head_of(config.with_layout(kernels="xla"), len(chosen))
   params = _from_target(init_params(head, jax.random.key(0)), target_params, config)
   params["decoder"]["logits_dense"]["output_tokens"] = jnp.asarray(chosen, jnp.int32)
   own, fixed = _split(params)

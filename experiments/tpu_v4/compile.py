@@ -20,6 +20,7 @@ from jax.experimental.layout import Format, Layout
 from jax.sharding import NamedSharding, PartitionSpec
 from jax.stages import Lowered
 
+from specdec_jax.core.context import Encoded, Prompt
 from specdec_jax.core.decode import Decoder, DecodeState, NullDraft
 from specdec_jax.core.sampling import Sampling, sample_draft_token
 from specdec_jax.core.trees import AnyTree, DynamicTree, Tree, chain
@@ -211,7 +212,7 @@ class CompileSettings:
   Attributes:
     gamma: number of draft tokens per round, or a tree of draft tokens.
     batch_size: number of rows decoded together.
-    source_tokens: length of the padded prompt.
+    source_tokens: length of the padded prompt, or of the encoded speech of a Whisper.
     max_new_tokens: maximum number of new tokens of each row.
     sampling: sampling method of target and draft.
     draft_rules: sharding rules of the draft; by default, the draft is replicated.
@@ -278,6 +279,19 @@ def programs(
   return lowered
 
 
+def prompt_of(
+  config: Config,
+  batch_size: int,
+  source_tokens: int,
+  array: Callable[..., Any] = jax.ShapeDtypeStruct,
+) -> Prompt:
+  """Return the shapes of prompts; those of a Whisper are encoded, with four tokens each."""
+  if getattr(config, "num_mels", None) is None:
+    return array((batch_size, source_tokens), jnp.int32)
+  source = array((batch_size, source_tokens, config.emb_dim), config.layout.activations)
+  return Encoded(source, array((batch_size, 4), jnp.int32), array((batch_size,), jnp.int32))
+
+
 class _PairOnSite:
   """Target and draft on described devices, with parameters and prompts as shapes."""
 
@@ -294,7 +308,7 @@ class _PairOnSite:
     else:
       unsharded = model_draft(model_of(draft), settings.sampling, self.tree)
     self.draft = _NamedDraft(unsharded, site.mesh, settings.draft_rules)
-    self.prompt = site.array((settings.batch_size, settings.source_tokens), jnp.int32)
+    self.prompt = prompt_of(target, settings.batch_size, settings.source_tokens, site.array)
     key_dtype = jax.eval_shape(jax.random.key, 0).dtype
     self.rng = site.array((settings.batch_size,), key_dtype)
     start_tokens, _ = jax.eval_shape(self.target.prompt_tokens, self.prompt)
