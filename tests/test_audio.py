@@ -135,4 +135,4 @@ def test_log_mel_equals_that_of_transformers(clip, num_mels):
     for padding, min_samples in (("longest", 0), ("max_length", 480_000)):
       expected = extractor(samples, sampling_rate=16_000, padding=padding, truncation=False)
       mel = log_mel(samples, num_mels, min_samples)
-      np.testing.assert_allclose(mel, expected.input_features[0].T, atol=3e-5)
+      np.testing.assert_allclose(mel, expected.input_features[0].T, atol=1e-4)
