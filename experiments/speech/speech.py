@@ -397,9 +397,10 @@ def _set(row: Row) -> tuple[str, str]:
 
 def _notes(rows: Sequence[Row]) -> tuple[str, ...]:
   first = rows[0]
+  times = f"medians of {first['repeats']} interleaved repeats"
   return (
     f"float32, threads: {first['threads']}, temperature 0, at most {first['limit']} new tokens, "
-    f"medians of {first['repeats']} interleaved repeats. {measured_on(rows)}",
+    f"{times if first['repeats'] > 1 else 'each clip decoded once'}. {measured_on(rows)}",
   )
 
 
