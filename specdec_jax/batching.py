@@ -21,7 +21,13 @@ import numpy as np
 from jax import Array, lax
 from jaxtyping import Int, Key
 
-from specdec_jax.core.context import Encoded, Prompt
+from specdec_jax.core.context import (
+  Encoded,
+  Prompt,
+  cut_sources,
+  prompt_ids,
+  without_draft,
+)
 from specdec_jax.core.counts import require_finite
 from specdec_jax.core.decode import Decoder, DecodeState
 from specdec_jax.core.sampling import split_keys
@@ -75,14 +81,14 @@ def prefill(
   """Return the rows of a block before their first round; rows without a text are done.
 
   Encoders read `width` tokens of each source; the others are padding. With None they read all, as
-  for `Encoded` prompts.
+  for `Encoded` sources.
   `width` is ignored if a cache of another type than `transformer.Cache` has a shape that depends on
   it.
   """
   sources: Any = block.prompt
 
   def init(width: int | None) -> DecodeState:
-    prompt = sources if width is None else sources[:, :width]
+    prompt = cut_sources(sources, width)
     return decoder.init(params, prompt, block.rng, max_new_tokens, block.limit)
 
   def is_cache(x: Any) -> bool:
@@ -94,7 +100,7 @@ def prefill(
   state = init(width)
   if width is not None and width < sources.shape[1]:
     full = jax.eval_shape(lambda: init(None))
-    state = jax.tree.map(pad, state, full, is_leaf=is_cache)._replace(prompt=sources)
+    state = jax.tree.map(pad, state, full, is_leaf=is_cache)._replace(prompt=prompt_ids(sources))
     if [x.shape for x in jax.tree.leaves(state)] != [x.shape for x in jax.tree.leaves(full)]:
       state = init(None)
   text = jnp.asarray(block.text, jnp.int32)
@@ -353,7 +359,8 @@ class Text:
   @property
   def group(self) -> tuple[Decoder, Any]:
     """Decoder and shape of the tokens of an `Encoded` prompt, equal for all texts of `Slots`."""
-    return self.decoder, self.prompt.tokens.shape if isinstance(self.prompt, Encoded) else None
+    prompt = without_draft(self.prompt)
+    return self.decoder, prompt.tokens.shape if isinstance(prompt, Encoded) else None
 
 
 PromptsFn = Callable[[Sequence[Any]], tuple[Any, int | None]]

@@ -23,15 +23,17 @@ from rich.text import Text
 
 from specdec_jax import batching
 from specdec_jax.beams import BeamSearcher
+from specdec_jax.core.context import Prompt, PromptWithDraft
 from specdec_jax.core.counts import require_finite
 from specdec_jax.core.decode import Decoder, DecodeSettings, num_positions
 from specdec_jax.core.generation_config import DEFAULT_NEW_TOKENS, SETTINGS, GenerationConfig
 from specdec_jax.core.processors import ForcedPrefix, Processors
 from specdec_jax.core.rounds import Round, read_rounds, round_text
 from specdec_jax.core.settings import HashableArray
-from specdec_jax.core.trees import AnyTree, DynamicTree, Tree, given_tree
+from specdec_jax.core.trees import AnyTree, DynamicTree, Tree, chain, given_tree
 from specdec_jax.core.types import AnyArray, AnyPair, DecodeResult, Rounds
 from specdec_jax.data.vocabulary import padded
+from specdec_jax.drafts.given import FIRST, MOST, given_draft
 from specdec_jax.errors import InputError, require_seed, require_text, require_tokens
 from specdec_jax.measure.calibrate import auto_tree
 
@@ -141,6 +143,7 @@ def outputs(
   task: str | None = None,
   decoder_input_ids: Iterable[Sequence[int]] | None = None,
   decoder_texts: Iterable[str] | None = None,
+  draft_texts: Iterable[str | None] | None = None,
   logprobs: bool = False,
   fixed_width: bool = False,
   draft_beams: int | None = None,
@@ -175,6 +178,10 @@ def outputs(
       is not part of the output. For T5, the start token at its beginning is optional.
     decoder_texts: the same sequences as target texts, which follow `forced_bos_token_id`; give at
       most one of the two arguments.
+    draft_texts: one text per source that its output may have, or None, as a draft (`drafts.given`).
+      Outputs do not depend on it, except that those above temperature 0 are other samples. The
+      draft of the pair proposes where a text has no more tokens, or none that fit. Not for a beam
+      search or a tree.
     logprobs: whether outputs have log-probabilities. Not for a beam search.
     fixed_width: whether to decode autoregressively in passes of the width that gamma or tree give
       a round. Target passes then have the shapes of speculation, so that ties fall alike
@@ -216,14 +223,41 @@ def outputs(
     prefixed = [prefix + text for text in sample if text is not None]
     shape = chosen_tree(pair, prefixed, gamma, tree, config, size * count, seed, lenience)
     call = GenerateCall(pair, config, shape, lenience, logprobs, fixed_width)
+  if isinstance(draft_texts, Sequence) and isinstance(texts, Sequence):
+    _require_as_many(len(texts), len(_as_list("draft_texts", draft_texts)), "draft_texts")
+  drafts = None if draft_texts is None else iter(draft_texts)
   for start, block in _blocks(texts, size):
     index = [i for i, text in enumerate(block) if text is not None]
     sources = [pair.encode(f"{prefix}{block[i]}") for i in index]
     prefixes = None if forced is None else [forced[start + i] for i in index]
     numbers = [first + start + i for i in index]
-    found = call.decode(sources, numbers, prefixes, size=size, seed=seed)
+    options: dict[str, Any] = dict(size=size, seed=seed)
+    if drafts is not None:
+      given = [*itertools.islice(drafts, len(block))]
+      _require_as_many(len(block), len(given), "draft_texts")
+      if any(given) and isinstance(call, BeamCall):
+        raise InputError("draft_texts are not for a beam search; give num_beams=1.")
+      if any(given):
+        named = ((given[i], f"draft_texts[{start + i}]") for i in index)
+        options["drafts"] = [draft_tokens(pair, *each) for each in named]
+    found = call.decode(sources, numbers, prefixes, **options)
     for text in block:
       yield from [EMPTY] if text is None else next(found)
+
+
+def _require_as_many(num_texts: int, count: int, name: str) -> None:
+  if count != num_texts:
+    raise InputError(f"There are {num_texts} texts and {count} {name}; give one each.")
+
+
+def draft_tokens(pair: AnyPair, text: str | None, name: str = "draft_text") -> list[int]:
+  """Return the tokens of a text that an output may have, EOS included; none for None or ''."""
+  if not text:
+    return []
+  require_text(name, text)
+  if pair.target.speech is not None:
+    text = f" {text.strip()}"  # as transcripts begin
+  return pair.vocabulary.encode_output(text)
 
 
 def _blocks(texts: Iterable[str | None], size: int) -> Iterator[tuple[int, Sequence[str | None]]]:
@@ -247,6 +281,7 @@ def stream(
   seed: int = 0,
   lenience: float = 1.0,
   task: str | None = None,
+  draft_text: str | None = None,
   **settings: Any,
 ) -> Iterator[str]:
   """Decode one text, and yield the output in pieces of text, at most one piece per round.
@@ -254,6 +289,9 @@ def stream(
   The pieces together are the text that `generate` returns for [text] and the same arguments. Each
   round is a separate call of a compiled program, and the host waits for its result. Beam search
   and `num_return_sequences` above 1 are not supported.
+
+  Args:
+    draft_text: text that the output may have (`draft_texts` of `outputs`).
   """
   config, prefix = generation_config(pair, task, settings)
   if (config.num_beams or 1) > 1 or (config.num_return_sequences or 1) > 1:
@@ -264,7 +302,10 @@ def stream(
   _warn_of_truncation(pair, [text])
   shape = chosen_tree(pair, [text], gamma, tree, config, 1, seed, lenience)
   call = GenerateCall(pair, config, shape, lenience)
-  decoder, batch = call.decoder(), _Batch(pair, config, [pair.encode(text)], None)
+  drafts = [given] if (given := draft_tokens(pair, draft_text)) else []
+  if drafts:
+    call = call.with_given_drafts(len(given))
+  decoder, batch = call.decoder(), _Batch(pair, config, [pair.encode(text)], None, drafts)
   state = _init(decoder, pair.params, batch.prompt, sample_keys(seed, [0], 1), **batch.options)
   num_sent, done = 0, False
   while not done:
@@ -336,8 +377,7 @@ def _forced_tokens(
       start = int(pair.target.model.prompt_tokens(source)[0][0, 0])
     rows = [np.asarray(row, object).tolist() for row in (() if ids is None else ids)]
     rows = [row[1:] if row[:1] == [start] else row for row in rows]
-  if len(rows) != count:
-    raise InputError(f"There are {count} texts and {len(rows)} decoder prefixes; give one each.")
+  _require_as_many(count, len(rows), "decoder prefixes")
   require_tokens("decoder_input_ids", filter(None, rows), pair.target.model.vocab_size)
   return rows
 
@@ -403,7 +443,7 @@ class BeamCall:
   ) -> Iterator[list[Output]]:
     """Yield the outputs of each source; see `GenerateCall.decode`."""
     for start in range(0, len(sources), size):
-      batch = _Batch(self.pair, self.config, sources, forced, start, size)
+      batch = _Batch(self.pair, self.config, sources, forced, (), start, size)
       searcher = self.searcher((batch.forced_prefix,) if forced else ())
       result = jax.device_get(searcher.run(self.pair.params, batch.prompt, **batch.options))
       best = require_finite(result.best())
@@ -460,6 +500,7 @@ class _Batch:
     config: GenerationConfig,
     sources: Sequence[Sequence[int]],
     forced: Sequence[Sequence[int]] | None,
+    drafts: Sequence[Sequence[int]] = (),
     start: int = 0,
     size: int | None = None,
     count: int = 1,
@@ -469,11 +510,13 @@ class _Batch:
     batch = [sources[row] for row in rows]
     # Sizes are rounded up, so that few programs are compiled.
     width = batching.size_of_sources(max(map(len, batch)))
-    self.prompt = jnp.asarray(padded(batch, width, pair.vocabulary.pad_id))
+    prompts = padded(batch, width, pair.vocabulary.pad_id)
+    self.prompt: Prompt = jnp.asarray(prompts)
+    if drafts:
+      self.prompt = with_drafts(self.prompt, [drafts[row] for row in rows])
     self._forced = [forced[row] if forced else () for row in rows for _ in range(count)]
     self.num_forced = np.array([*map(len, self._forced)], np.int32)
-    prompts = np.asarray(self.prompt).repeat(count, axis=0)
-    limits = new_tokens(pair, config, prompts, self.num_forced)
+    limits = new_tokens(pair, config, prompts.repeat(count, axis=0), self.num_forced)
     self.limits = self.num_forced + limits
     self.max_new_tokens = size_of_outputs(int(self.limits.max()))
 
@@ -534,6 +577,7 @@ class GenerateCall:
     *,
     size: int,
     seed: int,
+    drafts: Sequence[Sequence[int]] = (),
   ) -> Iterator[list[Output]]:
     """Yield the outputs of each source, `num_return_sequences` of them.
 
@@ -541,13 +585,41 @@ class GenerateCall:
       index: index of each source, for its random keys.
       forced: tokens that the output of each source continues; None for none.
       size: number of sources that are decoded together.
+      drafts: tokens of a text that the output of each source may have, and which is empty if there
+        is none; () for no texts.
     """
+    if longest := max(map(len, drafts), default=0):
+      call = self.with_given_drafts(longest)
+      yield from call._decode(sources, index, forced, size, seed, drafts)
+    else:
+      yield from self._decode(sources, index, forced, size, seed, ())
+
+  def with_given_drafts(self, longest: int) -> "GenerateCall":
+    """Return the call for sources that have draft texts, of which the longest has so many tokens.
+
+    gamma for these is a power of two.
+    """
+    if not self.tree.is_chain or self.fixed_width:
+      raise InputError("draft_texts do not go with a tree or fixed_width; leave these out.")
+    gamma = next(n for n in (FIRST, 16, 32, MOST) if n >= min(longest, MOST))
+    draft = given_draft(self.pair.draft, self.tree, self.pair.target)
+    return dataclasses.replace(self, pair=self.pair.with_draft(draft), tree=chain(gamma))
+
+  def _decode(
+    self,
+    sources: Sequence[Sequence[int]],
+    index: Sequence[int],
+    forced: Sequence[Sequence[int]] | None,
+    size: int,
+    seed: int,
+    drafts: Sequence[Sequence[int]],
+  ) -> Iterator[list[Output]]:
     count = self.config.num_return_sequences or 1
     if count == 1 < size < len(sources) and not forced:
-      yield from self._decode_in_slots(sources, index, size, seed)
+      yield from self._decode_in_slots(sources, index, size, seed, drafts)
       return
     for start in range(0, len(sources), size):
-      batch = _Batch(self.pair, self.config, sources, forced, start, size, count)
+      batch = _Batch(self.pair, self.config, sources, forced, drafts, start, size, count)
       decoder = self.decoder((batch.forced_prefix,) if forced else ())
       given = [*index[start : start + size]]
       keys = sample_keys(seed, given + given[:1] * (size - len(given)), count)
@@ -558,9 +630,14 @@ class GenerateCall:
         yield [self.output(result, row * count + i) for i in range(count)]
 
   def _decode_in_slots(
-    self, sources: Sequence[Sequence[int]], index: Sequence[int], batch_size: int, seed: int
+    self,
+    sources: Sequence[Sequence[int]],
+    index: Sequence[int],
+    batch_size: int,
+    seed: int,
+    drafts: Sequence[Sequence[int]],
   ) -> Iterator[list[Output]]:
-    batch = _Batch(self.pair, self.config, sources, None)
+    batch = _Batch(self.pair, self.config, sources, None, drafts)
     keys = sample_keys(seed, index, 1)
     found = batching.decode_texts(
       self.decoder(),
@@ -682,6 +759,29 @@ def new_tokens(
 def size_of_outputs(limit: int) -> int:
   """Return `limit`, rounded up to a power of two (at least 16) unless it is above 4,096."""
   return max(16, 1 << (limit - 1).bit_length()) if limit <= 4096 else limit
+
+
+def with_drafts(
+  prompt: Prompt, drafts: Sequence[Sequence[int]], width: int | None = None
+) -> PromptWithDraft:
+  """Return prompts with the tokens of a text for each, padded to `width` or to a power of two."""
+  longest = max(map(len, drafts))
+  tokens = padded(drafts, width or size_of_outputs(longest))
+  return PromptWithDraft(prompt, jnp.asarray(tokens), jnp.array([*map(len, drafts)], jnp.int32))
+
+
+def given_prompts(prompts: batching.PromptsFn, width: int) -> batching.PromptsFn:
+  """Return the function `prompts` of `Slots` for pairs of a prompt and `draft_tokens`.
+
+  Args:
+    width: largest number of these tokens; of longer texts, the beginning is used.
+  """
+
+  def of_rows(rows: Sequence[tuple[Any, Sequence[int]]]) -> tuple[Prompt, int | None]:
+    prompt, longest = prompts([row for row, _ in rows])
+    return with_drafts(prompt, [draft[:width] for _, draft in rows], width), longest
+
+  return of_rows
 
 
 _init = jax.jit(Decoder.init, static_argnames=("max_new_tokens", "num_samples"))

@@ -178,14 +178,15 @@ class Pair:
       return Decoder(self.target.model, draft, verifier, eos_id, processors, logprobs)
     verifier = self.verifier_for(sampling, lenience)
     independent = verifier.needs_independent_siblings
-    options = DraftOptions(processors, verifier.uses_position_keys, independent)
+    may_stop = verifier.allows_short_proposals
+    options = DraftOptions(processors, verifier.uses_position_keys, independent, may_stop=may_stop)
     draft = self.draft.build(sampling, tree, options)
     if independent and not (draft.independent_siblings or draft.tree.is_chain):
       raise InputError(
         f"{type(verifier).__name__} verifies siblings that are sampled independently, and "
         f"{self.draft.name} does not sample that way; give a model as draft, or another verifier."
       )
-    if draft.tree.verify_lengths and not verifier.allows_short_proposals:
+    if draft.tree.verify_lengths and not may_stop:
       raise InputError(
         f"{self.draft.name} stops early, and {type(verifier).__name__} cannot verify tokens that "
         "were not proposed; use TokenVerifier."

@@ -24,9 +24,10 @@ from specdec_jax.contrib.fastest import FastestDraft
 from specdec_jax.contrib.realigned import RealignedDraft
 from specdec_jax.contrib.saturation import saturation
 from specdec_jax.contrib.stopping import AdaptiveStoppingDraft, StoppingDraft
-from specdec_jax.core.context import Encoded
+from specdec_jax.core.context import Encoded, PromptWithDraft, without_draft
 from specdec_jax.core.decode import Decoder, NullDraft, unpacked_rounds
 from specdec_jax.core.sampling import Sampling
+from specdec_jax.core.settings import HashableArray
 from specdec_jax.core.trees import DynamicTree, Tree, branching, chain
 from specdec_jax.core.types import DraftOptions, Params
 from specdec_jax.core.verify.blocks import BlockVerifier
@@ -36,6 +37,7 @@ from specdec_jax.drafts import dynamic as drafts_dynamic
 from specdec_jax.drafts import hierarchical as drafts_hierarchical
 from specdec_jax.drafts import model as drafts_model
 from specdec_jax.drafts.dynamic import DynamicDraft
+from specdec_jax.drafts.given import GivenDraft
 from specdec_jax.drafts.heads import new_head
 from specdec_jax.drafts.hierarchical import HierarchicalDraft, chain_with_siblings
 from specdec_jax.drafts.layer_skip import layer_skip
@@ -156,6 +158,23 @@ def deep_gpt() -> Models:
   return gpt()._replace(target=GPTModel(config), params=tiny.params(config, 4, peak=0.9))
 
 
+def with_texts(of):
+  """Return models whose prompts have drafts: outputs, four of them changed, and none."""
+
+  @functools.cache
+  def models() -> Models:
+    out = autoregressive_outputs(of)
+    texts, lengths = np.asarray(out.tokens), np.asarray(out.lengths)
+    replaced, random = texts[1].copy(), np.random.default_rng(0).integers(2, V, LIMIT)
+    replaced[1] = 5 - replaced[1]
+    inserted, deleted = np.insert(texts[2], 1, 3)[:LIMIT], np.append(texts[3][1:], 0)
+    rows = np.stack([texts[0], replaced, inserted, deleted, random, texts[5]]).astype(np.int32)
+    prompts = PromptWithDraft(of().prompts, rows, lengths * (np.arange(6) != 5))
+    return of()._replace(prompts=prompts)
+
+  return models
+
+
 # Drafts: functions of (models, sampling, tree) that return a draft and its parameters.
 
 
@@ -185,6 +204,18 @@ INDEPENDENT = DraftOptions(independent_siblings=True)
 
 def rereading(num_tokens: int) -> DraftOptions:
   return DraftOptions(reread=num_tokens)
+
+
+def given(models: Models, sampling: Sampling, tree: Tree):
+  """Draft with the texts of the prompts, and else the draft model."""
+  draft = ModelDraft(models.draft, sampling, chain(2), rereading(8))
+  none = HashableArray(np.zeros(V, bool))
+  return GivenDraft(draft, tree.depth, V, none), models.draft_params
+
+
+def given_only(models: Models, sampling: Sampling, tree: Tree):
+  """Draft with the texts of the prompts for a verifier that needs all tokens of a proposal."""
+  return GivenDraft(NullDraft(), tree.depth, V, HashableArray(np.zeros(V, bool)), False), ()
 
 
 def independent(models: Models, sampling: Sampling, tree: Tree):
@@ -436,6 +467,10 @@ CASES = {
   "Whisper": (whisper, model, RAGGED, TokenVerifier),
   "Whisper, target's table": (whisper, on_the_table, RAGGED, TokenVerifier),
   "Whisper, conditioned": (whisper, learned("conditioned"), chain(3), BlockVerifier),
+  "given": (with_texts(t5), given, chain(8), TokenVerifier),
+  "given, GPT": (with_texts(gpt), given, chain(4), TokenVerifier),
+  "given, Whisper": (with_texts(whisper), given, chain(8), TokenVerifier),
+  "given, all": (with_texts(t5), given_only, chain(8), BlockVerifier),
   "k-seq": (t5, independent, branching(2, 2), registry.verifier("k_seq")),
   "paths": (t5, near, RAGGED, registry.verifier("paths")),
   "paths, GPT": (gpt, model, RAGGED, registry.verifier("paths")),
@@ -448,6 +483,7 @@ CASES = {
 # The default run tests these cases; the others are slow.
 QUICK = {
   "chain",
+  "given",
   "prompt lookup, tree",
   "token recycling",
   "conditioned",
@@ -620,8 +656,9 @@ def test_each_text_is_decoded_in_any_slot_as_in_a_batch(case):
   if not jax.tree.leaves(jax.eval_shape(init, params, on_device(models.prompts), keys).draft_state):
     return  # without state of the draft, all of the state is that of other cases
   whole = in_batch(case)
-  is_text = not isinstance(models.prompts, Encoded)
-  lengths = (models.prompts != 0).sum(axis=1).tolist() if is_text else [8] * 6
+  prompts = without_draft(models.prompts)
+  is_text = not isinstance(prompts, Encoded)
+  lengths = (prompts != 0).sum(axis=1).tolist() if is_text else [8] * 6
   limits = np.full(6, LIMIT)
   found = batching.decode_texts(
     decoder,

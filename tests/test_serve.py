@@ -219,6 +219,32 @@ def test_many_clients_get_their_own_answers(running):
   assert texts[8:] == [output.text for output in alone] * 7
 
 
+PREDICTED = {"type": "content", "content": [{"type": "text", "text": "a man"}]}
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_predicted_outputs_save_rounds_and_are_counted(running, stream):
+  prompts = TEXTS[:2]
+  plain = running.complete(prompt=prompts, max_tokens=32)
+  contents = plain.choices[0].text, f"a {plain.choices[1].text[:9]} and more"
+  predictions = [{"type": "content", "content": text} for text in contents]
+  extra: dict = {"extra_body": {"prediction": predictions}}
+  if stream:
+    extra |= {"stream": True, "stream_options": {"include_usage": True}}
+  answer = running.complete(prompt=prompts, max_tokens=32, **extra)
+  chunks = [*answer] if stream else [answer]
+  for choice in plain.choices:
+    pieces = [x for chunk in chunks for x in chunk.choices if x.index == choice.index]
+    assert "".join(piece.text for piece in pieces) == choice.text
+    if choice.index == 0:
+      assert pieces[-1].specdec["rounds"] < choice.specdec["rounds"]
+  details = chunks[-1].usage.completion_tokens_details
+  counts = details.accepted_prediction_tokens, details.rejected_prediction_tokens
+  words = own_pair().vocabulary
+  first, second = (len(words.encode_target(text)) for text in contents)
+  assert sum(counts) == first + second and counts[0] > first and counts[1] > 0
+
+
 # Lists in lists that JSON can read here, but whose value is too deep for messages and checks.
 NESTED = b'{"model": "target", "prompt": "a", "logit_bias": %b%b}' % (b"[" * 900, b"]" * 900)
 MALFORMED = [
@@ -272,6 +298,10 @@ MALFORMED = [
   ({"do_sample": "false"}, "do_sample is 'false'"),
   ({"bad_words_ids": 5}, ""),
   ({"bad_words_ids": [[999]]}, "bad_words_ids has the sequence [999]"),
+  ({"prediction": "a"}, "prediction is 'a'; give {"),
+  ({"prediction": {"type": "content", "content": [{"type": "image"}]}}, "prediction is {"),
+  ({"prediction": [PREDICTED, PREDICTED]}, "prediction has 2 texts for 1 prompts"),
+  ({"prediction": {"type": "content", "content": "a\0"}}, "prediction 0 has a NUL"),
 ]
 
 

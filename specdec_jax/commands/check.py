@@ -115,7 +115,7 @@ def check_exactness(
   left_out: list[str] = []
 
   def if_supported(tree: AnyTree) -> list[AnyTree]:
-    if problem := _problem(pair, tree):
+    if texts and (problem := _problem(pair, tree, texts[:1])):
       left_out.append(f"Trees such as the {shape_name(tree)} are left out: {problem}")
     return [] if problem else [tree]
 
@@ -294,9 +294,9 @@ def _settings_alone(samplings: Sequence[Sampling], kinds: Sequence[AnyTree]) -> 
   return settings + [Setting(sampling, kind) for kind in kinds[1:] for sampling in first]
 
 
-def _problem(pair: Pair, tree: AnyTree) -> str:
+def _problem(pair: Pair, tree: AnyTree, texts: Sequence[str]) -> str:
   """Return why the draft cannot propose a tree or the verifier cannot verify it, or ''."""
-  prompt, keys = pair.prompt(["1"]), row_keys(0, 0, 1)
+  prompt, keys = pair.prompt(texts), row_keys(0, 0, len(texts))
   try:
     decode = functools.partial(pair.decode_fn(Sampling(), tree), max_new_tokens=1)
     jax.eval_shape(decode, prompt, keys)

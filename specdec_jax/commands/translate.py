@@ -22,6 +22,7 @@ from specdec_jax.files.records import (
   read_records,
   require_suffix,
   source_of,
+  with_drafts,
 )
 from specdec_jax.generate import Output, generation_config
 from specdec_jax.measure.progress import Progress
@@ -46,6 +47,7 @@ def translate(
   num_texts: int = 1,
   draft_beams: int | None = None,
   nodes: int | None = None,
+  draft_texts: str | None = None,
 ) -> None:
   """Translate each line of a file; with a decoder-only model, continue each line.
 
@@ -71,6 +73,8 @@ def translate(
     prefix: text prepended to each line that is not blank, such as the prefix of a T5 task. If
       `input` is None, it is the prompt.
     num_texts: number of outputs if `input` is None.
+    draft_texts: path of a text with a line for each line of the input, which its output may have;
+      an empty line for none. The outputs are the same without it.
 
   Raises:
     InputError: an argument is out of range, `generation` asks for several outputs, the input is not
@@ -88,10 +92,13 @@ def translate(
   at_terminal = input == "-" and sys.stdin.isatty()
   batch_size = 1 if at_terminal else batch_size  # so that each line is decoded at once
   records: Iterable[Record]
+  drafts = [] if draft_texts is None else read_lines(draft_texts)
   if input == "-":
     if at_terminal:
       notes.print("A line, then Enter; Ctrl-D ends it.")
     records = read_records(decoded_lines(sys.stdin.buffer, "standard input"), input)
+    if draft_texts is not None:
+      records = with_drafts(records, drafts, draft_texts)
     sample = [*itertools.islice(records, at_terminal or None)] if "auto" in (gamma, tree) else []
     records = itertools.chain(sample, records)
   elif input is None:
@@ -99,6 +106,8 @@ def translate(
     prefix = ""
   else:
     records = sample = [*read_records(read_lines(input), input)]
+  if input != "-" and draft_texts is not None:
+    records = sample = [*with_drafts(sample, drafts, draft_texts)]
   total = None if input == "-" else len(sample)
   arguments: dict[str, Any] = dict(gamma=gamma, tree=tree, batch_size=batch_size, seed=seed)
   arguments |= dict(prefix=prefix, draft_beams=draft_beams, nodes=nodes)

@@ -46,11 +46,54 @@ class Encoded:
     return jax.tree.map(lambda x: x[rows], self)
 
 
-Prompt = Any  # Int[Array, "B P"], or Encoded
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class PromptWithDraft:
+  """Prompts, and for each a text that its output may have (`drafts.given`).
+
+  An index selects rows, as in an array of prompts, and `shape` is that of the prompts.
+
+  Attributes:
+    prompt: array of prompts, or `Encoded` prompts.
+    draft: tokens of the texts, padded at the end.
+    draft_length: number of these tokens; 0 for a prompt without a text.
+  """
+
+  prompt: Any
+  draft: Int[Array, "B G"]
+  draft_length: Int[Array, " B"]
+
+  def __len__(self) -> int:
+    return len(self.prompt)
+
+  @property
+  def shape(self) -> tuple[int, ...]:
+    return self.prompt.shape
+
+  def __getitem__(self, rows: Any) -> "PromptWithDraft":
+    return PromptWithDraft(self.prompt[rows], self.draft[rows], self.draft_length[rows])
+
+
+Prompt = Any  # Int[Array, "B P"], Encoded, or PromptWithDraft
+
+
+def without_draft(prompt: Prompt) -> Prompt:
+  """Return prompts as models have them."""
+  return prompt.prompt if isinstance(prompt, PromptWithDraft) else prompt
+
+
+def cut_sources(prompt: Prompt, width: int | None) -> Prompt:
+  """Return prompts whose sources have at most `width` tokens; None for all."""
+  if width is None:
+    return prompt
+  if isinstance(prompt, PromptWithDraft):
+    return dataclasses.replace(prompt, prompt=prompt.prompt[:, :width])
+  return prompt[:, :width]
 
 
 def prompt_ids(prompt: Prompt) -> Int[Array, "B P"]:
   """Return the tokens of prompts, which are all that drafts and processors see in a round."""
+  prompt = without_draft(prompt)
   return prompt.tokens if isinstance(prompt, Encoded) else prompt
 
 
@@ -58,7 +101,8 @@ class Context(NamedTuple):
   """Inputs of a draft.
 
   Attributes:
-    prompt: padded prompts; of `Encoded` prompts their tokens, except when the draft is initialized.
+    prompt: padded prompts (`prompt_ids`). When the draft is initialized, they may also be `Encoded`
+      or a `PromptWithDraft`.
     tokens: committed tokens; slots from `length` on are unused.
     length: number of committed tokens of each row.
     target_cache: cache of the target, which holds length - 1 tokens.

@@ -29,7 +29,7 @@ from specdec_jax.core.arrays import (
   repeat_rows,
   split_rows,
 )
-from specdec_jax.core.context import Context, Prompt, node_prefixes, prompt_ids
+from specdec_jax.core.context import Context, Prompt, node_prefixes, prompt_ids, without_draft
 from specdec_jax.core.memory import require_memory
 from specdec_jax.core.processors import Processors, process
 from specdec_jax.core.sampling import Sampling, distribution, position_keys, split_keys
@@ -251,10 +251,11 @@ class Decoder(Settings):
     """
     batch, tree = len(prompt) * num_samples, self.draft.tree
     require_compilable(tree)
-    first, length = self.target.prompt_tokens(prompt)
+    source = without_draft(prompt)
+    first, length = self.target.prompt_tokens(source)
     # A row at the limit may still write one block, so tokens and caches have K slots to spare.
     num_slots = first.shape[1] + max_new_tokens + tree.num_nodes
-    hidden, cache = self.target.prefill(params.target, prompt, num_slots)
+    hidden, cache = self.target.prefill(params.target, source, num_slots)
     tokens = jnp.pad(first, ((0, 0), (0, num_slots - first.shape[1])))
     last_hidden = gather_or_zero(hidden, length - 2)
     context = Context(prompt, tokens, length, cache, last_hidden)

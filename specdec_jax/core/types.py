@@ -213,12 +213,14 @@ class DraftOptions(Settings):
       SpecTr), instead of without replacement.
     reread: number of committed tokens, the last one included, that a draft with a cache processes
       at the start of a round. 2 suffices unless rounds commit tokens of other drafts.
+    may_stop: whether the verifier takes draft tokens of -1 (not proposed).
   """
 
   processors: Processors = ()
   coupled: bool = False
   independent_siblings: bool = False
   reread: int = 2
+  may_stop: bool = True
 
 
 class Draft(Settings, abc.ABC):
@@ -478,6 +480,8 @@ class AnyPair(Protocol):
 
   @property
   def verifier_name(self) -> str: ...
+
+  def with_draft(self, draft: DraftSpec) -> Any: ...
 
   def decoder(self, *args: Any, **kwargs: Any) -> Any: ...
 

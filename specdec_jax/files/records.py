@@ -3,7 +3,8 @@
 The suffix, in any case, decides on the format: .jsonl and .ndjson are JSON Lines, others are text,
 and .gz may follow. A JSON Lines file has one object per line, whose field 'source' or, if there is
 none, 'text' is the source. A line of text is the object {"source": line}. The record of an output
-is the object of its source, unchanged, with one more field:
+is the object of its source, unchanged, with one more field. The field 'draft_text' of a source, if
+there is one, is a text that its output may have (`drafts.given`). The field of a record is:
 
   decoded: index (of the source in the data set), text, tokens (ids, EOS included), rounds,
     draft_tokens (verified draft tokens) and accepted (accepted draft tokens).
@@ -57,7 +58,16 @@ def read_records(lines: Iterable[str], path: str) -> Iterator[Record]:
           f"{path}, line {number} has the field 'decoded', where its output would be; rename it."
         )
     require_text(f"{path}, line {number}", source_of(record))
+    require_text(f"{path}, line {number}: draft_text", record.get("draft_text") or "")
     yield record
+
+
+def with_drafts(records: Iterable[Record], lines: Iterable[str], path: str) -> Iterator[Record]:
+  """Yield records with the lines of a text as their field 'draft_text'."""
+  for record, line in itertools.zip_longest(records, lines):
+    if record is None or line is None:
+      raise InputError(f"{path} has {'fewer' if line is None else 'more'} lines than the input.")
+    yield record | {"draft_text": line}
 
 
 def source_of(record: Mapping[str, Any], prefix: str = "") -> str:
@@ -87,11 +97,12 @@ def decode_records(
   The output of a text that the pair cannot decode, such as a blank one, is empty. The arguments are
   those of `generate.outputs`, which decodes a list continuously.
   """
-  kept, read = itertools.tee(records)
+  kept, read, drafted = itertools.tee(records, 3)
+  drafts = (record.get("draft_text") for record in drafted)
   sources = (source_of(record, prefix) for record in read)
   texts = (source if pair.can_decode(source) else None for source in sources)
   listed = [*texts] if isinstance(records, Sequence) else texts
-  decoded = outputs(pair, listed, first=first, **arguments)
+  decoded = outputs(pair, listed, first=first, draft_texts=drafts, **arguments)
   for index, (record, output) in enumerate(zip(kept, decoded, strict=True), first):
     yield record | {"decoded": _decoded(index, output)}, output
 

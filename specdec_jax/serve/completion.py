@@ -3,6 +3,7 @@
 import abc
 import asyncio
 import contextlib
+import difflib
 import functools
 import json
 import logging
@@ -21,11 +22,13 @@ from specdec_jax.batching import Text
 from specdec_jax.core.counts import require_finite
 from specdec_jax.core.types import DecodeResult
 from specdec_jax.data.vocabulary import padded
+from specdec_jax.drafts.given import MOST
 from specdec_jax.errors import InputError
 from specdec_jax.generate import (
   GenerateCall,
   Output,
   before_stop,
+  draft_tokens,
   generation_config,
   new_tokens,
   sample_keys,
@@ -249,12 +252,13 @@ class Completion(Answer):
   ):
     """Validate a request that arrived at time `start`, and queue its texts, or raise an error."""
     super().__init__(service, "/v1/completions", request.model, start, loop)
+    self._predicted: Sequence[Sequence[int]] = ()
     self._request, self._is_streamed = request, request.stream
     num_outputs, most = len(request.prompts) * request.n, service.limits.max_outputs
     if num_outputs > most:
       message = f"The request has {num_outputs} outputs, n per prompt; give at most {most}."
       raise RequestError(400, message, "n" if request.n > 1 else "prompt")
-    with input_errors(("n", "max_tokens", "prompt", "task", *request.settings)):
+    with input_errors(("n", "max_tokens", "prompt", "task", "prediction", *request.settings)):
       call, prompts, limits = self._prepare()
       decoder = call.decoder()
     seed = secrets.randbelow(2**31) if request.seed is None else request.seed
@@ -274,7 +278,7 @@ class Completion(Answer):
     ]
     self._submit()
 
-  def _prepare(self) -> tuple[GenerateCall, list[list[int]], list[int]]:
+  def _prepare(self) -> tuple[GenerateCall, list[Any], list[int]]:
     service, pair, request = self._service, self._service.pair, self._request
     settings = dict(request.settings, num_return_sequences=request.n, num_beams=1)
     if request.max_tokens is not None:
@@ -297,7 +301,14 @@ class Completion(Answer):
     if max(limits) > most and (request.max_tokens or "max_length" in request.settings):
       raise InputError(f"max_tokens is {max(limits)}; give at most {most}.")
     call = service.call(config, request.logprobs is not None)
-    return call, rows, [min(limit, most) for limit in limits]
+    limits = [min(limit, most) for limit in limits]
+    if not request.predictions:
+      return call, rows, limits
+    if not call.tree.is_chain:
+      raise InputError("prediction does not go with the tree of this server; leave it out.")
+    self._predicted = [draft_tokens(pair, text) for text in request.predictions]
+    # One decoder serves texts of all lengths.
+    return call.with_given_drafts(MOST), [*zip(rows, self._predicted)], limits
 
   async def _progress(self) -> AsyncIterator[dict[str, Any]]:
     """Yield what is new of the choices until all have ended; of no stream, whole choices."""
@@ -327,9 +338,21 @@ class Completion(Answer):
     return [choice.output for choice in self._choices if choice.output]
 
   @property
-  def _usage(self) -> dict[str, int]:
+  def _usage(self) -> dict[str, Any]:
     prompt, new = self._num_prompt_tokens, self._num_tokens
-    return {"prompt_tokens": prompt, "completion_tokens": new, "total_tokens": prompt + new}
+    usage = {"prompt_tokens": prompt, "completion_tokens": new, "total_tokens": prompt + new}
+    if not self._predicted:
+      return usage
+    lengths = [max(0, len(tokens) - 1) for tokens in self._predicted]  # without EOS
+    accepted = sum(
+      _num_common(predicted[:length], output.tokens.tolist())
+      for predicted, length, output in zip(self._predicted, lengths, self._outputs, strict=True)
+    )
+    details = {
+      "accepted_prediction_tokens": accepted,
+      "rejected_prediction_tokens": sum(lengths) - accepted,
+    }
+    return usage | {"completion_tokens_details": details}
 
   async def _response(self) -> Response:
     choices = sorted([each async for each in self._progress()], key=lambda each: each["index"])
@@ -351,6 +374,12 @@ class Completion(Answer):
       "created": int(time.time()),
       "model": self._service.name,
     }
+
+
+def _num_common(predicted: Sequence[int], tokens: Sequence[int]) -> int:
+  """Return the number of predicted tokens that an output has, in the same order."""
+  blocks = difflib.SequenceMatcher(None, predicted, tokens, False).get_matching_blocks()
+  return sum(block.size for block in blocks)
 
 
 def _num_rounds(output: Output) -> int:

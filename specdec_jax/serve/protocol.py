@@ -51,7 +51,8 @@ class RequestError(Exception):
 class CompletionRequest:
   """Body of a request: fields of OpenAI's API, the task, and fields of `GenerationConfig`.
 
-  The fields have the right types. `include_usage` is that of OpenAI's `stream_options`.
+  The fields have the right types. `include_usage` is that of OpenAI's `stream_options`, and
+  `prediction` that of OpenAI's chat completions; if there are several prompts, there is a list.
   """
 
   model: str
@@ -64,6 +65,7 @@ class CompletionRequest:
   seed: int | None = None
   logprobs: int | None = None
   task: str | None = None
+  prediction: Any = None
   settings: Mapping[str, Any]
 
   def __post_init__(self):
@@ -86,6 +88,14 @@ class CompletionRequest:
         f"logprobs is {shown(self.logprobs)}; give 0 or 1 for the log-probabilities of the text's "
         "tokens (those of other tokens are not supported), or leave it out."
       )
+    if self.prediction is not None:
+      for place, text in enumerate(predictions := self.predictions):
+        require_text(f"prediction {place}", text)
+      if len(predictions) != len(self.prompts) or self.n > 1:
+        raise InputError(
+          f"prediction has {len(predictions)} texts for {len(self.prompts)} prompts and n "
+          f"{self.n}; give one for each prompt, and n 1."
+        )
     if not self.prompts:
       raise InputError("prompt is an empty list; give at least one string.")
     if len(self.stops) > _MAX_STOPS or not all(1 <= len(s) <= _MAX_STOP_CHARS for s in self.stops):
@@ -99,8 +109,32 @@ class CompletionRequest:
     return [self.prompt] if isinstance(self.prompt, str) else [*self.prompt]
 
   @property
+  def predictions(self) -> list[str]:
+    """The expected output of each prompt; empty if there are none."""
+    given = self.prediction
+    if given is None:
+      return []
+    return [*map(_predicted_text, given if isinstance(given, list) else [given])]
+
+  @property
   def stops(self) -> list[str]:
     return [self.stop] if isinstance(self.stop, str) else [*self.stop]
+
+
+def _predicted_text(prediction: Any) -> str:
+  """Return the text of a prediction of OpenAI: a string, or a list of parts of text."""
+  content = prediction.get("content") if isinstance(prediction, dict) else None
+  parts = [{"type": "text", "text": content}] if isinstance(content, str) else content
+  try:
+    if {**prediction, "content": None} == {"type": "content", "content": None}:
+      texts = [part["text"] for part in parts if part["type"] == "text"]
+      if len(texts) == len(parts) and all(isinstance(text, str) for text in texts):
+        return "".join(texts)
+  except (TypeError, KeyError):
+    pass
+  raise InputError(
+    f'prediction is {shown(prediction)}; give {{"type": "content", "content": TEXT}}.'
+  )
 
 
 def parse_request(body: bytes) -> CompletionRequest:

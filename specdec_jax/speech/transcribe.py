@@ -21,15 +21,25 @@ from jax import Array
 from jaxtyping import Float
 
 from specdec_jax.batching import Slots, Text
-from specdec_jax.core.context import Encoded
+from specdec_jax.core.context import Encoded, Prompt
 from specdec_jax.core.counts import require_finite
 from specdec_jax.core.decode import Decoder
 from specdec_jax.core.generation_config import SETTINGS
 from specdec_jax.core.trees import given_tree
 from specdec_jax.core.types import AnyPair, DecodeResult
 from specdec_jax.data.vocabulary import padded
+from specdec_jax.drafts.given import MOST, Place
 from specdec_jax.errors import InputError, require_count, require_number, require_seed, require_text
-from specdec_jax.generate import GenerateCall, Output, generation_config, sample_keys, text_of
+from specdec_jax.generate import (
+  GenerateCall,
+  Output,
+  draft_tokens,
+  generation_config,
+  sample_keys,
+  size_of_outputs,
+  text_of,
+  with_drafts,
+)
 from specdec_jax.models.families import with_feature_layers
 from specdec_jax.models.whisper import WhisperModel
 from specdec_jax.speech import timestamps as times
@@ -102,19 +112,35 @@ class Transcript:
     return json.dumps(record | dict(segments=segments) | self.counts, ensure_ascii=False) + "\n"
 
 
-def transcribe(pair: AnyPair, audio: Any, **settings: Any) -> Transcript:
-  """Return the transcript of one recording; see `Transcriber` for the settings."""
-  return next(transcripts(pair, [audio], **settings))
+def transcribe(
+  pair: AnyPair, audio: Any, draft_text: str | None = None, **settings: Any
+) -> Transcript:
+  """Return the transcript of one recording; see `Transcriber` for the settings.
+
+  Args:
+    draft_text: text that the transcript may have, such as that of a smaller model, as a draft.
+  """
+  return next(transcripts(pair, [audio], [draft_text], **settings))
 
 
-def transcripts(pair: AnyPair, audio: Iterable[Any], **settings: Any) -> Iterator[Transcript]:
-  """Yield the transcripts of recordings in order; see `Transcriber` for the settings."""
+def transcripts(
+  pair: AnyPair,
+  audio: Iterable[Any],
+  draft_texts: Iterable[str | None] = (),
+  **settings: Any,
+) -> Iterator[Transcript]:
+  """Yield the transcripts of recordings in order; see `Transcriber` for the settings.
+
+  Args:
+    draft_texts: text that each transcript may have, or None; recordings after the last one have
+      none.
+  """
   if isinstance(audio, str | bytes | os.PathLike) or getattr(audio, "ndim", 2) == 1:
     raise InputError("audio is one recording; give a list, or call transcribe.")
   names = {field.name for field in dataclasses.fields(Transcriber)} - {"pair", "generation"}
   own = {name: value for name, value in settings.items() if name in names}
   rest = {name: value for name, value in settings.items() if name not in names}
-  return Transcriber(pair, generation=rest, **own).run(audio)
+  return Transcriber(pair, generation=rest, **own).run(audio, draft_texts=draft_texts)
 
 
 def clip_prompts(pair: AnyPair, audio: Iterable[Any]) -> Encoded:
@@ -269,7 +295,10 @@ class Transcriber:
     return self._target.vocab_size + 1 if last is None else last + 1
 
   def run(
-    self, audio: Iterable[Any], report: Callable[[int, float, float], object] = lambda *_: None
+    self,
+    audio: Iterable[Any],
+    report: Callable[[int, float, float], object] = lambda *_: None,
+    draft_texts: Iterable[str | None] = (),
   ) -> Iterator[Transcript]:
     """Yield the transcripts of recordings in order.
 
@@ -278,27 +307,30 @@ class Transcriber:
         row of the batch is free. None is left out, but counts in the numbers of others.
       report: function that is called after each window with the number of the recording, its
         seconds so far, and its duration.
+      draft_texts: see `transcripts`.
 
     Raises:
       InputError: a recording cannot be read, or has more than 30 seconds but must have no
         timestamps; or there is not enough memory.
     """
-    waiting = ((index, source) for index, source in enumerate(audio) if source is not None)
-    slots: dict[tuple[bool, int], Slots] = {}  # by timestamps and attempt
+    drafts = itertools.chain(draft_texts, itertools.repeat(None))
+    numbered = zip(itertools.count(), audio, drafts)
+    waiting = (each for each in numbered if each[1] is not None)
+    slots: dict[tuple[bool, int, bool], Slots] = {}  # by timestamps, attempt and given text
     active: dict[Text, _Recording] = {}
     ready: list[_Recording] = []  # for their next window
     ended: dict[int, Transcript] = {}
     order: list[int] = []  # of recordings whose transcripts are not yielded yet
     while True:
-      for index, source in itertools.islice(waiting, self.batch_size - len(ready) - len(active)):
-        ready.append(self.opened(index, source))
-        order.append(index)
+      for each in itertools.islice(waiting, self.batch_size - len(ready) - len(active)):
+        ready.append(self.opened(*each))
+        order.append(each[0])
       if not (ready or active):
         return
-      for key in sorted({(each.timed, each.attempt) for each in ready}):
+      for key in sorted({each.group for each in ready}):
         if key not in slots:
           slots[key] = self._new_slots(*key)
-        chosen = [each for each in ready if (each.timed, each.attempt) == key]
+        chosen = [each for each in ready if each.group == key]
         texts = {self.text(each, slots[key].decoder): each for each in chosen}
         slots[key].add([*texts])
         active |= texts
@@ -332,13 +364,16 @@ class Transcriber:
   def _is_timed(self, samples: np.ndarray) -> bool:
     return bool(self.timestamps) or len(samples) > _WINDOW * HOP
 
-  def opened(self, index: int, source: Any) -> "_Recording":
+  def opened(self, index: int, source: Any, draft_text: str | None = None) -> "_Recording":
     """Read a recording, and decide on its timestamps and language."""
     samples, config = self.read(source), self._target.config
     duration, timed = len(samples) / SAMPLE_RATE, self._is_timed(samples)
     mel = log_mel(samples, config.num_mels, _WINDOW * HOP)
     prompt = self.tokens.prompt(self.language, self.task, timed)
     recording = _Recording(index, mel, duration, timed, [], self.condition_on_prev_tokens)
+    if given := draft_tokens(self.pair, draft_text, f"draft_texts[{index}]"):
+      tokens = padded([given], size_of_outputs(len(given)))
+      recording.place = Place.start(jnp.asarray(tokens), jnp.array([len(given)]))
     if None in prompt:
       logits = self._logits_after_start(recording)
       detected = max(self.tokens.languages.values(), key=lambda token: logits[token])
@@ -387,19 +422,30 @@ class Transcriber:
     (key,) = sample_keys(self.seed, [recording.index], 1)
     for number in (len(recording.outputs), recording.attempt):
       key = jax.random.fold_in(key, number)
-    prompt = self._prompt(recording, tokens)
+    prompt: Prompt = self._prompt(recording, tokens)
+    if recording.place is not None:
+      width = self._target.config.num_positions
+      prompt = with_drafts(prompt, [recording.place.rest(width)], width)
     return Text(decoder, prompt, key, limit, recording.receive)
 
-  def decoder(self, timed: bool, attempt: int = 0) -> Decoder:
-    """Return the decoder of windows with or without timestamps, for a temperature by its number."""
+  def decoder(self, timed: bool, attempt: int = 0, given: bool = False) -> Decoder:
+    """Return the decoder of windows.
+
+    Args:
+      timed: whether they have timestamps.
+      attempt: number of the temperature.
+      given: whether a transcript is given as a draft.
+    """
     call, tokens = self.calls[attempt], self.tokens
+    if given:
+      call = call.with_given_drafts(MOST)
     if not timed:
       return call.decoder()
     rule = times.TimestampRule(tokens.no_timestamps_id, call.eos_ids[0], tokens.max_initial)
     return call.decoder((rule,))
 
-  def _new_slots(self, timed: bool, attempt: int) -> Slots:
-    config, decoder = self.calls[attempt].config, self.decoder(timed, attempt)
+  def _new_slots(self, timed: bool, attempt: int, given: bool) -> Slots:
+    config, decoder = self.calls[attempt].config, self.decoder(timed, attempt, given)
     most: int = config.max_new_tokens or self._target.config.num_positions
     return Slots(decoder, self.pair.params, self.batch_size, most, stacked)
 
@@ -421,6 +467,9 @@ class Transcriber:
         tokens[:-1] if ended else tokens, self._timestamp_begin, recording.seek * _FRAME, num_frames
       )
       recording.segments += segments
+      if recording.place is not None and segments:
+        spoken = np.concatenate([segment.tokens for segment in segments])
+        recording.place = recording.place.after_text(spoken[spoken < self.pair.vocabulary.eos_id])
     temperature = call.config.sampling().temperature
     recording.conditions = self.condition_on_prev_tokens and temperature < 0.5
     recording.seek += num_frames
@@ -482,6 +531,7 @@ class _Recording:
     seek: first frame of the current window.
     attempt: number of temperatures that the current window has been decoded with before.
     encoded: outputs of the encoders of target and draft for the current window.
+    place: a given transcript, and the place in it at the start of the current window.
   """
 
   index: int
@@ -493,9 +543,15 @@ class _Recording:
   seek: int = 0
   attempt: int = 0
   encoded: Any = None
+  place: Place | None = None
   segments: list[times.Segment] = dataclasses.field(default_factory=list)
   outputs: list[Output] = dataclasses.field(default_factory=list)
   result: DecodeResult | None = None
+
+  @property
+  def group(self) -> tuple[bool, int, bool]:
+    """Arguments of the `decoder` of its windows."""
+    return self.timed, self.attempt, self.place is not None
 
   def receive(self, result: DecodeResult | Exception, is_last: bool) -> None:
     """Keep the result of a window so far, as `batching.Text.report`."""
@@ -503,7 +559,7 @@ class _Recording:
     self.result = result
 
 
-def stacked(rows: Sequence[Encoded]) -> tuple[Encoded, None]:
+def stacked(rows: Sequence[Prompt]) -> tuple[Prompt, None]:
   """Return the prompts of windows as one, and None, as the function `prompts` of `Slots`."""
   return jax.tree.map(lambda *x: jnp.concatenate(x), *rows), None
 

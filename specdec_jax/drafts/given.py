@@ -1,0 +1,294 @@
+"""Texts that the caller expects as outputs, as drafts ("predicted outputs").
+
+An editor, a translation memory, a translation of text that grows, or an interim transcript often
+has most of an output before it is decoded. Its tokens are proposed from where the output has come
+to. They are selected deterministically, so that outputs are exact at every temperature.
+"""
+
+import dataclasses
+import functools
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array, lax
+from jaxtyping import Bool, Int
+
+from specdec_jax.core.arrays import gather, gather_one
+from specdec_jax.core.context import Context, PromptWithDraft
+from specdec_jax.core.decode import NullDraft
+from specdec_jax.core.sampling import Sampling
+from specdec_jax.core.settings import HashableArray
+from specdec_jax.core.trees import AnyTree, Tree, chain, require_chain
+from specdec_jax.core.types import FILLER, Draft, DraftOptions, DraftSpec, Keys, Loaded, Proposal
+from specdec_jax.drafts.composed import rereading
+from specdec_jax.drafts.several import require_joinable
+
+FIRST, MOST = 8, 64  # draft tokens of the first round, and at most
+_NUM_LAST = 3  # tokens of the text by which a place is found again
+_NEAR = 8  # distance from the expected place at which one token suffices
+_PATIENCE = 4  # tokens without a place after which three are needed
+_REREAD = 8  # tokens that the other draft reads in a pass
+
+
+class Place(NamedTuple):
+  """Given tokens, and the place in them that the text has come to.
+
+  Attributes:
+    tokens: given tokens, padded at the end.
+    length: number of given tokens.
+    index: index of the given token that is expected next.
+    missed: number of tokens at the end of the text for which no place was found.
+    run: number of tokens before the end of the text that are the given ones without a gap.
+    is_known: whether the given text has recently had tokens of the text.
+    last: last tokens of the text; -1 before its beginning.
+  """
+
+  tokens: Int[Array, "B G"]
+  length: Int[Array, " B"]
+  index: Int[Array, " B"]
+  missed: Int[Array, " B"]
+  run: Int[Array, " B"]
+  is_known: Bool[Array, " B"]
+  last: Int[Array, "B last"]
+
+  @classmethod
+  def start(cls, tokens: Int[Array, "B G"], length: Int[Array, " B"]) -> "Place":
+    """Return the place at the start of the given tokens."""
+    zeros = jnp.zeros(len(tokens), jnp.int32)
+    last = jnp.full((len(tokens), _NUM_LAST), -1, jnp.int32)
+    return cls(tokens, length.astype(jnp.int32), zeros, zeros, zeros, zeros > 0, last)
+
+  def after(self, new: Int[Array, "B M"], count: Int[Array, " B"]) -> "Place":
+    """Return the place after the first `count` of new tokens of the text.
+
+    If these are not the given tokens, the place is found again by the last tokens of the text: one
+    suffices near the expected place, two elsewhere, and three are needed if the given text has had
+    no part of the text for a while. Otherwise, the expected place is as far on as the text.
+    """
+    size, i = self.tokens.shape[1], jnp.arange(new.shape[1])[None]
+    expected = self.index[:, None] + i
+    same = gather(self.tokens, jnp.minimum(expected, size - 1)) == new
+    same &= (expected < self.length[:, None]) & (i < count[:, None])
+    num_same = jnp.cumprod(same.astype(jnp.int32), axis=1).sum(axis=1, dtype=jnp.int32)
+    rest, run = count - num_same, self.run + num_same
+    is_known = (run > 1) | self.is_known & (self.missed + rest <= _PATIENCE)
+    last = gather(
+      jnp.concatenate([self.last, new], axis=1), count[:, None] + jnp.arange(_NUM_LAST)[None]
+    )
+
+    num_equal, is_equal = jnp.zeros_like(self.tokens), jnp.arange(size)[None] < self.length[:, None]
+    for n in range(_NUM_LAST):
+      earlier = jnp.pad(self.tokens, ((0, 0), (n, 0)), constant_values=-2)[:, :size]
+      is_equal &= earlier == last[:, _NUM_LAST - 1 - n, None]
+      num_equal += is_equal
+    index = self.index + count
+    distance = jnp.abs(jnp.arange(1, size + 1)[None] - index[:, None])
+    needed = jnp.where(is_known[:, None], jnp.where(distance <= _NEAR, 1, 2), _NUM_LAST)
+    score = jnp.where(num_equal >= needed, num_equal * 2 * size - distance, -1)
+    best = score.argmax(axis=1)
+    has_place = rest == 0
+    is_found = ~has_place & (gather_one(score, best) >= 0)
+    return self._replace(
+      index=jnp.where(is_found, best.astype(jnp.int32) + 1, index),
+      missed=jnp.where(has_place, self.missed * (count == 0), (self.missed + rest) * ~is_found),
+      run=jnp.where(has_place, run, gather_one(num_equal, best) * is_found),
+      is_known=is_known,
+      last=last,
+    )
+
+  def after_text(self, tokens: np.ndarray) -> "Place":
+    """Return the place of one row after tokens [T] of the text, on the host."""
+    width = 1 << max(4, (len(tokens) - 1).bit_length())
+    new = np.pad(tokens.astype(np.int32), (0, width - len(tokens)))[None]
+    return _after(self, jnp.asarray(new), jnp.array([len(tokens)], jnp.int32))
+
+  def rest(self, most: int) -> list[int]:
+    """Return at most `most` given tokens of one row from its place on, or from a little before."""
+    first = max(0, int(self.index[0]) - (2 * _NEAR if self.missed[0] else 0))
+    return np.asarray(self.tokens[0, first : int(self.length[0])])[:most].tolist()
+
+  def num_proposed(self, most: int) -> Int[Array, " B"]:
+    """Return the number of given tokens to propose, at most `most`; 0 if there is no place.
+
+    It is doubled from round to round while all are accepted. After a single token that is not the
+    given one, the next tokens are expected as if it had been replaced.
+    """
+    goes_on = (self.missed == 0) | (self.missed == 1) & self.is_known
+    wanted = jnp.clip(2 * self.run, FIRST, most)
+    return jnp.clip(self.length - self.index, 0, wanted) * goes_on
+
+
+_after = jax.jit(Place.after)
+
+
+class _State(NamedTuple):
+  """State of a `GivenDraft`.
+
+  Attributes:
+    num_seen: number of committed tokens that `place` takes into account.
+    of_draft: state of the other draft.
+    num_read: number of committed tokens that the other draft has processed.
+  """
+
+  place: Place
+  num_seen: Int[Array, " B"]
+  of_draft: Any
+  num_read: Int[Array, " B"]
+
+
+@dataclasses.dataclass(frozen=True)
+class GivenDraft(Draft):
+  """A draft that proposes the draft tokens of a `PromptWithDraft`, or those of another draft.
+
+  In a round in which a row has no given tokens to propose, the other draft proposes for it. It runs
+  only if a row needs it, and then first reads the tokens of the rounds in which it did not run. The
+  parameters are its own. The target forward pass is cut to the longest proposal of all rows.
+
+  Attributes:
+    draft: the other draft, which proposes a chain; `NullDraft()` for none.
+    gamma: maximum number of given tokens per round.
+    special: mask [V] of tokens that given texts do not have, such as timestamps. They are skipped
+      when texts are compared.
+    may_stop: whether draft tokens may be -1 (`DraftOptions.may_stop`).
+  """
+
+  draft: Draft
+  gamma: int
+  vocab_size: int
+  special: HashableArray
+  may_stop: bool = True
+  depends_on_outcomes = True  # by the lengths of earlier rounds
+
+  def __post_init__(self):
+    if self.draft.tree.num_draft_tokens:
+      require_chain("a draft for rows without given tokens", self.draft.tree)
+    require_joinable(self.draft)
+
+  @property
+  def tree(self) -> Tree:  # type: ignore[override]
+    depth, least = max(self.gamma, self.draft.tree.depth), self.draft.tree.depth
+    if not self.may_stop:
+      return chain(depth)
+    powers = (n for n in (8, 16, 32, 64) if least < n < depth)
+    return dataclasses.replace(chain(depth), verify_lengths=(*sorted({least, *powers, depth}),))
+
+  def init(self, params: Any, context: Context, hidden: Array) -> _State:
+    prompt = context.prompt
+    if not isinstance(prompt, PromptWithDraft):  # no row has given tokens
+      none = jnp.zeros((len(prompt), 1), jnp.int32)
+      prompt = PromptWithDraft(prompt, none, none[:, 0])
+    place = Place.start(jnp.asarray(prompt.draft), jnp.asarray(prompt.draft_length))
+    state = self.draft.init(params, context._replace(prompt=prompt.prompt), hidden)
+    return _State(place, context.length, state, context.length - 1)
+
+  def propose(
+    self, params: Any, state: _State, context: Context, rng: Keys
+  ) -> tuple[Proposal, Any]:
+    depth, length = self.tree.depth, context.length
+    place = self._place(state, context)
+    assert context.prompt_length is not None
+    count = place.num_proposed(depth) * (length >= context.prompt_length)  # not in a forced prefix
+    i = jnp.arange(depth)[None]
+    index = jnp.minimum(place.index[:, None] + i, place.tokens.shape[1] - 1)
+    given = jnp.where(i < count[:, None], gather(place.tokens, index), -1)
+    state = state._replace(place=place, num_seen=length)
+    proposal, state = self._with_draft(params, state, context, rng, Proposal(given))
+    if self.may_stop:
+      return proposal, state
+    return proposal._replace(tokens=jnp.where(proposal.tokens < 0, FILLER, proposal.tokens)), state
+
+  def _place(self, state: _State, context: Context) -> Place:
+    """Return the place at the end of the text, which has at most `depth + 1` new tokens."""
+    assert context.prompt_length is not None
+    first, i = jnp.maximum(state.num_seen, context.prompt_length), jnp.arange(self.tree.depth + 1)
+    slots = first[:, None] + i[None]
+    new = gather(context.tokens, jnp.minimum(slots, context.tokens.shape[1] - 1))
+    counts = slots < context.length[:, None]
+    if self.special.array.any():
+      counts &= ~jnp.asarray(self.special)[new]
+      new = gather(new, jnp.argsort(~counts, axis=1, stable=True))
+    return state.place.after(new, counts.sum(axis=1, dtype=jnp.int32))
+
+  def _with_draft(
+    self, params: Any, state: _State, context: Context, rng: Keys, given: Proposal
+  ) -> tuple[Proposal, _State]:
+    """Return the proposal in which the other draft proposes for rows without given tokens."""
+    gamma = self.draft.tree.depth
+    if not gamma:
+      return self._with_q(given, None), state
+    is_given, reread = given.tokens[:, :1] >= 0, max(_REREAD, gamma + 1)
+
+    def is_behind(num_read: Array) -> Array:
+      return ~is_given[:, 0] & (num_read < context.length)
+
+    def read(carry: tuple[Any, Any, Array]) -> tuple[Proposal, Any, Array]:
+      *before, num_read = carry
+      length = jnp.minimum(context.length, num_read + reread)
+      after = self.draft.propose(params, before[1], context._replace(length=length), rng)
+      rows = is_behind(num_read)  # others do not change, so that rows are independent
+      after = jax.tree.map(functools.partial(_of_rows, rows), after, (*before,))
+      return *after, jnp.where(rows, length, num_read)
+
+    proposed = functools.partial(self.draft.propose, params)
+    shapes, _ = jax.eval_shape(proposed, state.of_draft, context, rng)
+    none = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
+    carry = none, state.of_draft, state.num_read
+    own, of_draft, num_read = lax.while_loop(lambda x: is_behind(x[2]).any(), read, carry)
+    state = state._replace(of_draft=of_draft, num_read=num_read)
+    padding = (0, 0), (0, given.tokens.shape[1] - gamma)
+    own_tokens = jnp.pad(own.tokens, padding, constant_values=-1)
+    tokens = jnp.where(is_given, given.tokens, own_tokens)
+    return self._with_q(Proposal(tokens, own.q), is_given), state
+
+  def _with_q(self, proposal: Proposal, is_given: Array | None) -> Proposal:
+    """Return the proposal with q for all tokens: one-hots, except those of the other draft."""
+    if proposal.q is None:
+      return proposal
+    assert is_given is not None
+    tokens = jnp.where(proposal.tokens < 0, FILLER, proposal.tokens)
+    one_hots = jax.nn.one_hot(tokens, self.vocab_size, dtype=jnp.float32)
+    missing = tokens.shape[1] - proposal.q.shape[1]
+    is_sampled = ~is_given & (jnp.arange(tokens.shape[1]) < proposal.q.shape[1])[None]
+    q = jnp.pad(proposal.q, ((0, 0), (0, missing), (0, 0)))
+    return proposal._replace(q=jnp.where(is_sampled[..., None], q, one_hots))
+
+
+def _of_rows(rows: Bool[Array, " B"], new: Array, old: Array) -> Array:
+  """Return `new` in these rows and `old` in others. The rows of several samples may share arrays."""
+  if new is old:  # such as keys and values of the source
+    return new
+  return jnp.where(rows.reshape(-1, *[1] * (new.ndim - 1)), new, old)
+
+
+def given_draft(spec: DraftSpec, tree: AnyTree, target: Loaded) -> DraftSpec:
+  """Return a draft that proposes given tokens, or else a chain of `spec`'s draft.
+
+  The depth of the tree that it is built for is the maximum number of given tokens per round.
+
+  Args:
+    tree: tree of the other draft; without draft tokens, there is none.
+  """
+  special = special_tokens(target)
+
+  def build(sampling: Sampling, given: AnyTree, options=DraftOptions()) -> GivenDraft:
+    draft: Draft = NullDraft()
+    if tree.num_draft_tokens:
+      reread = max(_REREAD, tree.depth + 1)
+      draft = spec.build(sampling, tree, rereading(options, reread))
+    return GivenDraft(draft, given.depth, target.model.vocab_size, special, options.may_stop)
+
+  name = f"given texts and {spec.name}" if tree.num_draft_tokens else "given texts"
+  return dataclasses.replace(spec, name=name, build=build, path=None)
+
+
+def special_tokens(target: Loaded) -> HashableArray:
+  """Return a mask [V] of the tokens that the texts of a target do not have, except EOS."""
+  size, words = target.model.vocab_size, target.vocabulary
+  special = np.zeros(size, bool)
+  special[[i for i in words.special_ids if i < size]] = True
+  if target.speech is not None:  # timestamps and other tokens follow those of texts
+    special[words.eos_id :] = True
+  special[words.eos_id] = False
+  return HashableArray(special)
