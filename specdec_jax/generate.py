@@ -589,19 +589,22 @@ class GenerateCall:
         is none; () for no texts.
     """
     if longest := max(map(len, drafts), default=0):
-      call = self.with_given_drafts(longest)
+      call = self.with_given_drafts(longest, size)
       yield from call._decode(sources, index, forced, size, seed, drafts)
     else:
       yield from self._decode(sources, index, forced, size, seed, ())
 
-  def with_given_drafts(self, longest: int) -> "GenerateCall":
+  def with_given_drafts(self, longest: int, batch_size: int = 1) -> "GenerateCall":
     """Return the call for sources that have draft texts, of which the longest has so many tokens.
 
-    gamma for these is a power of two.
+    gamma for these is a power of two; in a batch on a CPU, where each token of a pass takes time
+    for all rows, it is that of the call.
     """
     if not self.tree.is_chain or self.fixed_width:
       raise InputError("draft_texts do not go with a tree or fixed_width; leave these out.")
-    gamma = next(n for n in (FIRST, 16, 32, MOST) if n >= min(longest, MOST))
+    gamma = next(n for n in (FIRST, 16, MOST) if n >= min(longest, MOST))
+    if batch_size > 1 and jax.default_backend() == "cpu":
+      gamma = self.tree.depth or FIRST
     draft = given_draft(self.pair.draft, self.tree, self.pair.target)
     return dataclasses.replace(self, pair=self.pair.with_draft(draft), tree=chain(gamma))
 

@@ -57,11 +57,11 @@ def test_whole_text_takes_rounds_that_double():
 @pytest.mark.parametrize(
   "change, most",
   {
-    "replaced": (lambda x: [*x[:6], 3, *x[7:]], 3),
-    "inserted": (lambda x: [*x[:6], 3, *x[6:]], 4),
-    "deleted": (lambda x: [*x[:6], *x[7:]], 3),
-    "two replaced": (lambda x: [*x[:6], 3, 4, *x[8:]], 5),
-    "in the middle of a longer text": (lambda x: x[12:], 5),
+    "replaced": (lambda x: [*x[:6], 3, *x[7:]], 4),
+    "inserted": (lambda x: [*x[:6], 3, *x[6:]], 5),
+    "deleted": (lambda x: [*x[:6], *x[7:]], 4),
+    "two replaced": (lambda x: [*x[:6], 3, 4, *x[8:]], 6),
+    "in the middle of a longer text": (lambda x: x[12:], 6),
   }.values(),
   ids=["replaced", "inserted", "deleted", "two replaced", "in the middle"],
 )
@@ -247,4 +247,4 @@ def test_special_tokens_are_skipped_where_places_are_compared():
   start = context._replace(prompt=given, length=jnp.array([1]), prompt_length=None)
   state = draft.init((), start, jnp.zeros((1, 1, 0)))
   proposal, _ = draft.propose((), state, context, jax.random.split(jax.random.key(0), 1))
-  assert proposal.tokens.tolist() == [[*range(13, 21)]]
+  assert proposal.tokens.tolist() == [[*range(13, 19), -1, -1]]

@@ -91,11 +91,13 @@ def transcribe(
           samples = transcriber.read(name)
           opened.append((name, output, digest))
           totals["samples"] += len(samples)
+      except FileNotFoundError:
+        notes.print(f"error: There is no audio file at {name}.")
+        totals["failed"] += 1
       except (InputError, OSError) as error:
         notes.print(f"error: {error}")
         totals["failed"] += 1
-      if output == outputs[-1]:
-        bar.update(task_id, total=totals["samples"] / SAMPLE_RATE)
+      bar.update(task_id, total=totals["samples"] / SAMPLE_RATE)  # of the files read so far
       yield samples
 
   def report(index: int, until: float, duration: float) -> None:

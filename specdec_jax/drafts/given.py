@@ -25,10 +25,11 @@ from specdec_jax.core.types import FILLER, Draft, DraftOptions, DraftSpec, Keys,
 from specdec_jax.drafts.composed import rereading
 from specdec_jax.drafts.several import require_joinable
 
-FIRST, MOST = 8, 64  # draft tokens of the first round, and at most
+FIRST, LEAST, MOST = 8, 4, 32  # draft tokens: of the first round, of others, and at most
+_SURE = 2  # tokens in a row that the text and the given text share, before given ones are proposed
 _NUM_LAST = 3  # tokens of the text by which a place is found again
-_NEAR = 8  # distance from the expected place at which one token suffices
-_PATIENCE = 4  # tokens without a place after which three are needed
+_NEAR = 8  # distance from the expected place at which fewer tokens suffice
+_PATIENCE = 4  # tokens without a place after which all of them are needed
 _REREAD = 8  # tokens that the other draft reads in a pass
 
 
@@ -60,12 +61,16 @@ class Place(NamedTuple):
     last = jnp.full((len(tokens), _NUM_LAST), -1, jnp.int32)
     return cls(tokens, length.astype(jnp.int32), zeros, zeros, zeros, zeros > 0, last)
 
-  def after(self, new: Int[Array, "B M"], count: Int[Array, " B"]) -> "Place":
+  def after(self, new: Int[Array, "B M"], count: Int[Array, " B"], gamma: int = 0) -> "Place":
     """Return the place after the first `count` of new tokens of the text.
 
     If these are not the given tokens, the place is found again by the last tokens of the text: one
     suffices near the expected place, two elsewhere, and three are needed if the given text has had
     no part of the text for a while. Otherwise, the expected place is as far on as the text.
+
+    Args:
+      gamma: number of tokens that another draft proposes where no place is found. If there is one,
+        a wrong place costs more, and one more token is needed.
     """
     size, i = self.tokens.shape[1], jnp.arange(new.shape[1])[None]
     expected = self.index[:, None] + i
@@ -73,7 +78,7 @@ class Place(NamedTuple):
     same &= (expected < self.length[:, None]) & (i < count[:, None])
     num_same = jnp.cumprod(same.astype(jnp.int32), axis=1).sum(axis=1, dtype=jnp.int32)
     rest, run = count - num_same, self.run + num_same
-    is_known = (run > 1) | self.is_known & (self.missed + rest <= _PATIENCE)
+    is_known = (run > 1) | self.is_known & (self.missed + rest <= _PATIENCE + 2 * gamma)
     last = gather(
       jnp.concatenate([self.last, new], axis=1), count[:, None] + jnp.arange(_NUM_LAST)[None]
     )
@@ -85,7 +90,8 @@ class Place(NamedTuple):
       num_equal += is_equal
     index = self.index + count
     distance = jnp.abs(jnp.arange(1, size + 1)[None] - index[:, None])
-    needed = jnp.where(is_known[:, None], jnp.where(distance <= _NEAR, 1, 2), _NUM_LAST)
+    known = jnp.where(distance <= _NEAR, 1, 2) + (gamma > 0)
+    needed = jnp.where(is_known[:, None], known, _NUM_LAST)
     score = jnp.where(num_equal >= needed, num_equal * 2 * size - distance, -1)
     best = score.argmax(axis=1)
     has_place = rest == 0
@@ -109,14 +115,25 @@ class Place(NamedTuple):
     first = max(0, int(self.index[0]) - (2 * _NEAR if self.missed[0] else 0))
     return np.asarray(self.tokens[0, first : int(self.length[0])])[:most].tolist()
 
-  def num_proposed(self, most: int) -> Int[Array, " B"]:
+  def next_tokens(self, count: Int[Array, " B"], most: int) -> Int[Array, "B {most}"]:
+    """Return the next `count` given tokens, then -1."""
+    i = jnp.arange(most)[None]
+    index = jnp.minimum(self.index[:, None] + i, self.tokens.shape[1] - 1)
+    return jnp.where(i < count[:, None], gather(self.tokens, index), -1)
+
+  def num_proposed(self, most: int, gamma: int = 0) -> Int[Array, " B"]:
     """Return the number of given tokens to propose, at most `most`; 0 if there is no place.
 
     It is doubled from round to round while all are accepted. After a single token that is not the
-    given one, the next tokens are expected as if it had been replaced.
+    given one, the next tokens are expected as if it had been replaced. If another draft proposes
+    `gamma` tokens, that is done neither there nor at the start.
     """
-    goes_on = (self.missed == 0) | (self.missed == 1) & self.is_known
-    wanted = jnp.clip(2 * self.run, FIRST, most)
+    goes_on = self.missed == 0
+    if gamma:
+      goes_on &= self.run >= _SURE
+    else:
+      goes_on |= (self.missed == 1) & self.is_known
+    wanted = jnp.clip(2 * self.run, jnp.where(self.index == 0, FIRST, LEAST), most)
     return jnp.clip(self.length - self.index, 0, wanted) * goes_on
 
 
@@ -142,9 +159,11 @@ class _State(NamedTuple):
 class GivenDraft(Draft):
   """A draft that proposes the draft tokens of a `PromptWithDraft`, or those of another draft.
 
-  In a round in which a row has no given tokens to propose, the other draft proposes for it. It runs
-  only if a row needs it, and then first reads the tokens of the rounds in which it did not run. The
-  parameters are its own. The target forward pass is cut to the longest proposal of all rows.
+  In a round in which the text and the given text do not share the last tokens, the other draft
+  proposes, and given tokens follow those of its tokens that are given ones. So a given text that
+  does not fit costs little. The other draft runs only if a row needs it, and then first reads the
+  tokens of the rounds in which it did not run. The parameters are its own. The target forward pass
+  is cut to the longest proposal of all rows.
 
   Attributes:
     draft: the other draft, which proposes a chain; `NullDraft()` for none.
@@ -171,7 +190,7 @@ class GivenDraft(Draft):
     depth, least = max(self.gamma, self.draft.tree.depth), self.draft.tree.depth
     if not self.may_stop:
       return chain(depth)
-    powers = (n for n in (8, 16, 32, 64) if least < n < depth)
+    powers = (n for n in (4, 8, 16, 32) if least < n < depth)
     return dataclasses.replace(chain(depth), verify_lengths=(*sorted({least, *powers, depth}),))
 
   def init(self, params: Any, context: Context, hidden: Array) -> _State:
@@ -189,10 +208,9 @@ class GivenDraft(Draft):
     depth, length = self.tree.depth, context.length
     place = self._place(state, context)
     assert context.prompt_length is not None
-    count = place.num_proposed(depth) * (length >= context.prompt_length)  # not in a forced prefix
-    i = jnp.arange(depth)[None]
-    index = jnp.minimum(place.index[:, None] + i, place.tokens.shape[1] - 1)
-    given = jnp.where(i < count[:, None], gather(place.tokens, index), -1)
+    is_free = length >= context.prompt_length  # not in a forced prefix
+    count = place.num_proposed(depth, self.draft.tree.depth) * is_free
+    given = place.next_tokens(count, depth)
     state = state._replace(place=place, num_seen=length)
     proposal, state = self._with_draft(params, state, context, rng, Proposal(given))
     if self.may_stop:
@@ -208,8 +226,9 @@ class GivenDraft(Draft):
     counts = slots < context.length[:, None]
     if self.special.array.any():
       counts &= ~jnp.asarray(self.special)[new]
-      new = gather(new, jnp.argsort(~counts, axis=1, stable=True))
-    return state.place.after(new, counts.sum(axis=1, dtype=jnp.int32))
+      place = jnp.where(counts, jnp.cumsum(counts, axis=1) - 1, -1)
+      new = jnp.where(place[:, None] == i[None, :, None], new[:, None], 0).sum(axis=2)
+    return state.place.after(new, counts.sum(axis=1, dtype=jnp.int32), self.draft.tree.depth)
 
   def _with_draft(
     self, params: Any, state: _State, context: Context, rng: Keys, given: Proposal
@@ -237,8 +256,10 @@ class GivenDraft(Draft):
     carry = none, state.of_draft, state.num_read
     own, of_draft, num_read = lax.while_loop(lambda x: is_behind(x[2]).any(), read, carry)
     state = state._replace(of_draft=of_draft, num_read=num_read)
-    padding = (0, 0), (0, given.tokens.shape[1] - gamma)
-    own_tokens = jnp.pad(own.tokens, padding, constant_values=-1)
+    more = given.tokens.shape[1] - gamma
+    after = state.place.after(own.tokens, jnp.full(len(own.tokens), gamma), gamma)
+    following = after.next_tokens(after.num_proposed(more, gamma), more)
+    own_tokens = jnp.concatenate([own.tokens, following], axis=1)
     tokens = jnp.where(is_given, given.tokens, own_tokens)
     return self._with_q(Proposal(tokens, own.q), is_given), state
 
@@ -256,7 +277,7 @@ class GivenDraft(Draft):
 
 
 def _of_rows(rows: Bool[Array, " B"], new: Array, old: Array) -> Array:
-  """Return `new` in these rows and `old` in others. The rows of several samples may share arrays."""
+  """Return `new` in these rows, and `old` in others. Rows of several samples may share arrays."""
   if new is old:  # such as keys and values of the source
     return new
   return jnp.where(rows.reshape(-1, *[1] * (new.ndim - 1)), new, old)

@@ -308,7 +308,11 @@ class Completion(Answer):
       raise InputError("prediction does not go with the tree of this server; leave it out.")
     self._predicted = [draft_tokens(pair, text) for text in request.predictions]
     # One decoder serves texts of all lengths.
-    return call.with_given_drafts(MOST), [*zip(rows, self._predicted)], limits
+    return (
+      call.with_given_drafts(MOST, service.limits.batch_size),
+      [*zip(rows, self._predicted)],
+      limits,
+    )
 
   async def _progress(self) -> AsyncIterator[dict[str, Any]]:
     """Yield what is new of the choices until all have ended; of no stream, whole choices."""

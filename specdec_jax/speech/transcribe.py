@@ -438,7 +438,7 @@ class Transcriber:
     """
     call, tokens = self.calls[attempt], self.tokens
     if given:
-      call = call.with_given_drafts(MOST)
+      call = call.with_given_drafts(MOST, self.batch_size)
     if not timed:
       return call.decoder()
     rule = times.TimestampRule(tokens.no_timestamps_id, call.eos_ids[0], tokens.max_initial)
