@@ -38,7 +38,7 @@ def rounds_of(output: list[int], given: list[int], gamma: int = 16) -> list[int]
   place, done, proposed = Place.start(jnp.array([given]), jnp.array([len(given)])), 0, []
   while done < len(output):
     count = int(place.num_proposed(gamma)[0])
-    start = int(place.index[0])
+    start = int(place.next[0])
     proposed.append(count)
     rest = output[done:]
     right = [a == b for a, b in zip(given[start : start + count], rest)]

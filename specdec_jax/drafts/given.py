@@ -39,7 +39,7 @@ class Place(NamedTuple):
   Attributes:
     tokens: given tokens, padded at the end.
     length: number of given tokens.
-    index: index of the given token that is expected next.
+    next: index of the given token that is expected next.
     missed: number of tokens at the end of the text for which no place was found.
     run: number of tokens before the end of the text that are the given ones without a gap.
     is_known: whether the given text has recently had tokens of the text.
@@ -48,7 +48,7 @@ class Place(NamedTuple):
 
   tokens: Int[Array, "B G"]
   length: Int[Array, " B"]
-  index: Int[Array, " B"]
+  next: Int[Array, " B"]
   missed: Int[Array, " B"]
   run: Int[Array, " B"]
   is_known: Bool[Array, " B"]
@@ -73,7 +73,7 @@ class Place(NamedTuple):
         a wrong place costs more, and one more token is needed.
     """
     size, i = self.tokens.shape[1], jnp.arange(new.shape[1])[None]
-    expected = self.index[:, None] + i
+    expected = self.next[:, None] + i
     same = gather(self.tokens, jnp.minimum(expected, size - 1)) == new
     same &= (expected < self.length[:, None]) & (i < count[:, None])
     num_same = jnp.cumprod(same.astype(jnp.int32), axis=1).sum(axis=1, dtype=jnp.int32)
@@ -88,7 +88,7 @@ class Place(NamedTuple):
       earlier = jnp.pad(self.tokens, ((0, 0), (n, 0)), constant_values=-2)[:, :size]
       is_equal &= earlier == last[:, _NUM_LAST - 1 - n, None]
       num_equal += is_equal
-    index = self.index + count
+    index = self.next + count
     distance = jnp.abs(jnp.arange(1, size + 1)[None] - index[:, None])
     known = jnp.where(distance <= _NEAR, 1, 2) + (gamma > 0)
     needed = jnp.where(is_known[:, None], known, _NUM_LAST)
@@ -97,7 +97,7 @@ class Place(NamedTuple):
     has_place = rest == 0
     is_found = ~has_place & (gather_one(score, best) >= 0)
     return self._replace(
-      index=jnp.where(is_found, best.astype(jnp.int32) + 1, index),
+      next=jnp.where(is_found, best.astype(jnp.int32) + 1, index),
       missed=jnp.where(has_place, self.missed * (count == 0), (self.missed + rest) * ~is_found),
       run=jnp.where(has_place, run, gather_one(num_equal, best) * is_found),
       is_known=is_known,
@@ -112,13 +112,13 @@ class Place(NamedTuple):
 
   def rest(self, most: int) -> list[int]:
     """Return at most `most` given tokens of one row from its place on, or from a little before."""
-    first = max(0, int(self.index[0]) - (2 * _NEAR if self.missed[0] else 0))
+    first = max(0, int(self.next[0]) - (2 * _NEAR if self.missed[0] else 0))
     return np.asarray(self.tokens[0, first : int(self.length[0])])[:most].tolist()
 
   def next_tokens(self, count: Int[Array, " B"], most: int) -> Int[Array, "B {most}"]:
     """Return the next `count` given tokens, then -1."""
     i = jnp.arange(most)[None]
-    index = jnp.minimum(self.index[:, None] + i, self.tokens.shape[1] - 1)
+    index = jnp.minimum(self.next[:, None] + i, self.tokens.shape[1] - 1)
     return jnp.where(i < count[:, None], gather(self.tokens, index), -1)
 
   def num_proposed(self, most: int, gamma: int = 0) -> Int[Array, " B"]:
@@ -133,8 +133,8 @@ class Place(NamedTuple):
       goes_on &= self.run >= _SURE
     else:
       goes_on |= (self.missed == 1) & self.is_known
-    wanted = jnp.clip(2 * self.run, jnp.where(self.index == 0, FIRST, LEAST), most)
-    return jnp.clip(self.length - self.index, 0, wanted) * goes_on
+    wanted = jnp.clip(2 * self.run, jnp.where(self.next == 0, FIRST, LEAST), most)
+    return jnp.clip(self.length - self.next, 0, wanted) * goes_on
 
 
 _after = jax.jit(Place.after)
@@ -283,24 +283,24 @@ def _of_rows(rows: Bool[Array, " B"], new: Array, old: Array) -> Array:
   return jnp.where(rows.reshape(-1, *[1] * (new.ndim - 1)), new, old)
 
 
-def given_draft(spec: DraftSpec, tree: AnyTree, target: Loaded) -> DraftSpec:
+def given_draft(spec: DraftSpec, inner: AnyTree, target: Loaded) -> DraftSpec:
   """Return a draft that proposes given tokens, or else a chain of `spec`'s draft.
 
   The depth of the tree that it is built for is the maximum number of given tokens per round.
 
   Args:
-    tree: tree of the other draft; without draft tokens, there is none.
+    inner: tree of the other draft; without draft tokens, there is none.
   """
   special = special_tokens(target)
 
-  def build(sampling: Sampling, given: AnyTree, options=DraftOptions()) -> GivenDraft:
+  def build(sampling: Sampling, tree: AnyTree, options=DraftOptions()) -> GivenDraft:
     draft: Draft = NullDraft()
-    if tree.num_draft_tokens:
-      reread = max(_REREAD, tree.depth + 1)
-      draft = spec.build(sampling, tree, rereading(options, reread))
-    return GivenDraft(draft, given.depth, target.model.vocab_size, special, options.may_stop)
+    if inner.num_draft_tokens:
+      reread = max(_REREAD, inner.depth + 1)
+      draft = spec.build(sampling, inner, rereading(options, reread))
+    return GivenDraft(draft, tree.depth, target.model.vocab_size, special, options.may_stop)
 
-  name = f"given texts and {spec.name}" if tree.num_draft_tokens else "given texts"
+  name = f"given texts and {spec.name}" if inner.num_draft_tokens else "given texts"
   return dataclasses.replace(spec, name=name, build=build, path=None)
 
 

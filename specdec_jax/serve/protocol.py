@@ -123,15 +123,15 @@ class CompletionRequest:
 
 def _predicted_text(prediction: Any) -> str:
   """Return the text of a prediction of OpenAI: a string, or a list of parts of text."""
-  content = prediction.get("content") if isinstance(prediction, dict) else None
-  parts = [{"type": "text", "text": content}] if isinstance(content, str) else content
-  try:
-    if {**prediction, "content": None} == {"type": "content", "content": None}:
-      texts = [part["text"] for part in parts if part["type"] == "text"]
-      if len(texts) == len(parts) and all(isinstance(text, str) for text in texts):
-        return "".join(texts)
-  except (TypeError, KeyError):
-    pass
+  is_known = isinstance(prediction, dict) and {*prediction} == {"type", "content"}
+  if is_known and prediction["type"] == "content":
+    content = prediction["content"]
+    parts = content if isinstance(content, list) else [{"type": "text", "text": content}]
+    texts = [
+      part.get("text") for part in parts if isinstance(part, dict) and part.get("type") == "text"
+    ]
+    if len(texts) == len(parts) and all(isinstance(text, str) for text in texts):
+      return "".join(texts)
   raise InputError(
     f'prediction is {shown(prediction)}; give {{"type": "content", "content": TEXT}}.'
   )
