@@ -108,14 +108,6 @@ def own(folder: pathlib.Path, verifier: str, lenience: float = 1.0) -> Engine:
 assisted = functools.partial(transformers, assistant=True)
 # Name, engine, whether it is exact, settings, and outputs per caption.
 ENGINES: Sequence[tuple[str, Callable[[pathlib.Path], Engine], bool, dict, int]] = (
-  ("transformers", transformers, True, GREEDY, 1),
-  ("transformers", transformers, True, SAMPLED, 20),
-  ("transformers", transformers, True, FILTERED, 20),
-  ("transformers, assisted", assisted, True, GREEDY, 1),
-  ("transformers, assisted", assisted, True, SAMPLED, 10),
-  ("CTranslate2", ctranslate2_of, True, GREEDY, 1),
-  ("CTranslate2", ctranslate2_of, True, SAMPLED, 20),
-  ("CTranslate2, int8", functools.partial(ctranslate2_of, compute_type="int8"), False, GREEDY, 1),
   *(
     (f"this package, {name}", functools.partial(own, verifier=name), is_exact, SAMPLED, 20)
     for name, is_exact in (
@@ -128,6 +120,14 @@ ENGINES: Sequence[tuple[str, Callable[[pathlib.Path], Engine], bool, dict, int]]
     functools.partial(own, verifier="tokens", lenience=0.8),
     *(False, SAMPLED, 20),
   ),
+  ("CTranslate2", ctranslate2_of, True, GREEDY, 1),
+  ("CTranslate2", ctranslate2_of, True, SAMPLED, 20),
+  ("CTranslate2, int8", functools.partial(ctranslate2_of, compute_type="int8"), False, GREEDY, 1),
+  ("transformers", transformers, True, GREEDY, 1),
+  ("transformers", transformers, True, SAMPLED, 20),
+  ("transformers", transformers, True, FILTERED, 20),
+  ("transformers, assisted", assisted, True, GREEDY, 1),
+  ("transformers, assisted", assisted, True, SAMPLED, 2),
 )
 
 

@@ -31,7 +31,8 @@ class Group(NamedTuple):
   outputs: list[list[int]]
 
   def __str__(self) -> str:
-    given = {"temperature": self.config.sampling().temperature, **self.config.given()}
+    temperature = {"temperature": self.config.sampling().temperature}
+    given = temperature | self.config.given() | temperature  # first in the text
     return ", ".join(f"{name} {x!s:.60}" for name, x in given.items() if name != "do_sample")
 
 
