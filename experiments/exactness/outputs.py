@@ -1,6 +1,6 @@
 """Check outputs of several engines for the bundled target, as `specdec check --outputs` does:
 
-python -m experiments.exactness.outputs >> experiments/exactness/outputs.jsonl
+python -m experiments.exactness.outputs >> outputs.jsonl
 
 Each engine generates outputs for the bundled captions, and one line of JSON has the result of their
 check. Needs the extra `peers`. If standard output is a file, engines in it do not run again.
