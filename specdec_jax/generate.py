@@ -126,7 +126,7 @@ def generate(pair: AnyPair, texts: Iterable[str], **arguments: Any) -> list[Outp
   _, prefix = generation_config(pair, arguments.get("task"), {})
   for place, text in enumerate(texts):
     require_text(f"texts[{place}]", text)
-  _warn_of_truncation(pair, [prefix + text for text in texts])
+  warn_of_truncation(pair, [prefix + text for text in texts])
   return [*outputs(pair, texts, **arguments)]
 
 
@@ -299,7 +299,7 @@ def stream(
   require_text("text", text)
   require_seed(seed)
   text = prefix + text
-  _warn_of_truncation(pair, [text])
+  warn_of_truncation(pair, [text])
   shape = chosen_tree(pair, [text], gamma, tree, config, 1, seed, lenience)
   call = GenerateCall(pair, config, shape, lenience)
   drafts = [given] if (given := draft_tokens(pair, draft_text)) else []
@@ -791,7 +791,8 @@ _init = jax.jit(Decoder.init, static_argnames=("max_new_tokens", "num_samples"))
 _round = jax.jit(Decoder.round)
 
 
-def _warn_of_truncation(pair: AnyPair, texts: Sequence[str]) -> None:
+def warn_of_truncation(pair: AnyPair, texts: Sequence[str]) -> None:
+  """Warn if texts are longer than `max_source_tokens`."""
   most = pair.max_source_tokens
   count = sum(len(pair.vocabulary.encode(text)) > most for text in texts)
   if count:

@@ -310,6 +310,7 @@ def test_macro_without_a_value_is_reported_as_a_flag(folder, capsys):
     ("translate --weights int8", {"weights": "int8"}),
     ("speedup --target X --draft Y", {"target": "X", "draft": "Y", "dtype": "auto"}),
     ("check --target X --dtype float32", {"target": "X", "dtype": "float32"}),
+    ("check --outputs a.jsonl --temperature 1 --top_k 4 --target X", {"target": "X"}),
     ("serve --kernels xla --task a --vocabulary V", dict(kernels="xla", task="a", vocabulary="V")),
     ("decode --extra_ids 0 --source_language fr", {"extra_ids": 0, "source_language": "fr"}),
     ("quickstart --max_source_tokens 9 --draft_weights int4", {"max_source_tokens": 9}),

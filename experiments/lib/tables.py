@@ -32,6 +32,7 @@ RECORDS = {
 LINES = {
   "bild": "methods.bild",
   "execution": "execution.execution",
+  "outputs": "exactness.outputs",
   "matmuls": "kernels.matmuls",
   "parity": "generate.compare",
   "bleu": "multi30k_ende.quantized",

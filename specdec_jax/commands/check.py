@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 from rich.console import Console
@@ -12,6 +12,7 @@ from specdec_jax.core.generation_config import FILTERS, GenerationConfig
 from specdec_jax.core.sampling import Sampling, row_keys
 from specdec_jax.core.trees import AnyTree, DynamicTree, Tree, chain
 from specdec_jax.core.verify.tokens import TokenVerifier
+from specdec_jax.data.text import read_lines
 from specdec_jax.errors import InputError, require_count, require_seed
 from specdec_jax.exactness import tables
 from specdec_jax.exactness.checker import (
@@ -27,7 +28,10 @@ from specdec_jax.exactness.checker import (
   table_row,
 )
 from specdec_jax.exactness.martingale import RoundScores
+from specdec_jax.exactness.outputs import OutputsChecker, groups_of
 from specdec_jax.exactness.texts import TextScores
+from specdec_jax.files.records import read_records, source_of
+from specdec_jax.generate import warn_of_truncation
 from specdec_jax.measure.progress import Progress
 from specdec_jax.pair import Pair
 
@@ -68,6 +72,8 @@ def check_exactness(
   generation: GenerationConfig | None = None,
   temperatures: Sequence[float] | None = None,
   fixed_width: bool = False,
+  outputs: str | None = None,
+  prefix: str = "",
 ) -> None:
   """Check whether a pair is exact in each setting; exit with status 1 if a check fails.
 
@@ -100,6 +106,9 @@ def check_exactness(
       temperatures (by default 0 and 1) and filters replace `samplings`.
     fixed_width: whether outputs at temperature 0 are compared with those of passes of equal width
       (`generate`), where no bit may differ.
+    outputs: file of outputs of any engine (docs/exactness.md), which are checked in place of those
+      of the pair. Settings that its lines lack are those of `generation` and `temperatures`.
+    prefix: text prepended to the sources of `outputs` that are not blank.
 
   Raises:
     InputError: there is nothing to check, an argument is out of range, the verifier is lossy, the
@@ -107,6 +116,27 @@ def check_exactness(
   """
   require_seed(seed)
   generation = generation or GenerationConfig()
+  if not 0 < level < 1:
+    raise InputError(f"level is {level}; a chance of a false alarm lies between 0 and 1.")
+  if pair.simulated_alpha is not None:
+    raise InputError(
+      "The target's acceptance is simulated, so its output has no distribution to check; give a "
+      "real target."
+    )
+  if outputs is not None:
+    if len(temperatures or ()) > 1:
+      raise InputError("Several temperatures are given; lines with outputs may name their own.")
+    given = [generation.given(), *({"temperature": t} for t in temperatures or ())]
+    records = [*read_records(read_lines(outputs), outputs, decoded=True)]
+    texts = [source_of(record, prefix) for record in records]
+    warn_of_truncation(pair, texts)
+    groups = groups_of(pair, texts, records, GenerationConfig.merged(*given).given())
+    if not groups:
+      raise InputError(f"{outputs} has no outputs.")
+    argmax = [group for group in groups if group.config.sampling().is_argmax]
+    plan = Plan([], [], [], [], argmax, [group for group in groups if group not in argmax])
+    _run(OutputsChecker(pair, max(batch_sizes)), plan, [], 0, 0, 0, level, seed)
+    return
   filters = {name: x for name, x in generation.given().items() if name in FILTERS}
   if filters or temperatures is not None:
     generation = dataclasses.replace(generation, **dict.fromkeys(filters))
@@ -128,13 +158,6 @@ def check_exactness(
   shapes: list[AnyTree] = [*chains, *static, *changing]
   if not (texts and samplings and shapes and batch_sizes):
     raise InputError("There is nothing to check: no texts, samplings, draft tokens or batch sizes.")
-  if not 0 < level < 1:
-    raise InputError(f"level is {level}; a chance of a false alarm lies between 0 and 1.")
-  if pair.simulated_alpha is not None:
-    raise InputError(
-      "The target's acceptance is simulated, so its output has no distribution to check; give a "
-      "real target."
-    )
   if not all(pair.verifier(sampling).exact for sampling in samplings):
     raise InputError(
       f"{pair.verifier_name} is lossy here: its output is not the target's own, so there "
@@ -163,8 +186,8 @@ class Plan(NamedTuple):
   with_draft: Sequence[Setting]  # rounds of the draft with the verifier on tables
   shapes: Sequence[AnyTree]
   rounds: Sequence[Setting]
-  outputs: Sequence[Setting]
-  samples: Sequence[Setting]
+  outputs: Sequence[Any]  # Setting, or `exactness.outputs.Group`
+  samples: Sequence[Any]
 
 
 def _plan(
@@ -275,7 +298,8 @@ def _run(
       report(samples_row(of_texts[-1:], setting, setting_level))
     if of_texts:
       report(samples_row(of_texts, "all settings", pooled_level))
-  if plan.samples and (not scored or any(isinstance(x, DynamicTree) for x in plan.shapes)):
+  are_unscored = not scored or any(isinstance(x, DynamicTree) for x in plan.shapes)
+  if plan.alone and plan.samples and are_unscored:
     unscored = "dynamic trees" if _scores_rounds(check.pair) else check.pair.verifier_name
     console.print(f"For {unscored}, rounds were checked on tables only.")
   if errors := detectable_errors(of_tables, table_level, of_texts, pooled_level):

@@ -27,7 +27,7 @@ from specdec_jax.exactness.argmax import (
   node_moves,
   share_of,
 )
-from specdec_jax.exactness.martingale import Drift, RoundScores, Scores
+from specdec_jax.exactness.martingale import Drift, RoundScores
 from specdec_jax.exactness.round_scores import positions, recorded, score_rounds
 from specdec_jax.exactness.tables import (
   TextCounts,
@@ -38,6 +38,7 @@ from specdec_jax.exactness.texts import TextScores, score_texts
 from specdec_jax.pair import Pair
 
 ROUND_TOKENS = 24  # limit of outputs whose rounds are tested; a batch waits for its longest output
+MOST_LINES = 20  # limit of the lines below a row of samples
 TEXT_TOKENS = 16  # limit of outputs whose tokens are tested
 ENDLESS = -1  # an EOS id that no token has, so that texts do not end
 
@@ -208,7 +209,7 @@ class Checker:
     holds = not divergences if self.fixed_width else all(d.is_tie for _, d in divergences)
     details = "texts identical" + f", {limit} tokens each" * is_long
     found = f"{len(texts) - len(divergences)} of {len(texts)}"
-    lines = [_of_divergence(pair, text, divergence) for text, divergence in divergences]
+    lines = [of_divergence(pair, text, divergence) for text, divergence in divergences]
     fault = "any" if self.fixed_width else "no tie"
     return Row(holds, "outputs", setting, found, fault, details, lines)
 
@@ -325,7 +326,7 @@ def pooled_rows(scored: Sequence[RoundScores], level: float) -> Iterator[Row]:
   yield _of_drifts("acceptance", "all rounds", weighted, level, what, power)
   for check, scores in (("draft tokens", draft_tokens.draft_token), ("next tokens", sampled)):
     by_kind = {kind: [martingale.token_drift(scores, kind)] for kind in martingale.TOKEN_SCORES}
-    power = functools.partial(_temperature, scores)
+    power = functools.partial(_temperature, martingale.token_drift(scores, "log-probability"))
     what = f"{len(scores.rank)} tokens"
     yield _of_drifts(check, "all rounds", by_kind, level, what, power)
   for where in ("within", "between"):
@@ -353,7 +354,10 @@ def samples_row(scored: Sequence[TextScores], setting: object, level: float) -> 
   share = martingale.detectable_shift(kinds["draft"], level)
   if math.isfinite(share):
     details += "; detects " + _detected(share)
-  return _p_value("samples", setting, 0.0 if impossible else p_value, level, details)
+  if "log-probability" in kinds:
+    details += "; " + _temperature(kinds["log-probability"], level)
+  row = _p_value("samples", setting, 0.0 if impossible else p_value, level, details)
+  return row._replace(lines=scored[0].lines[:MOST_LINES]) if len(scored) == 1 else row
 
 
 def _pooled(parts: Sequence[Mapping[str, Drift]]) -> dict[str, Drift]:
@@ -389,14 +393,15 @@ def _bias(draft_tokens: RoundScores, max_weight: float, level: float) -> str:
   return f"detects a bias of {bias:.2%} in acceptance"
 
 
-def _temperature(scores: Scores, level: float) -> str:
-  bias = martingale.detectable_temperature(martingale.token_drift(scores, "log-probability"), level)
+def _temperature(drift: Drift, level: float) -> str:
+  bias = martingale.detectable_temperature(drift, level)
   if math.isinf(bias):
     return "no token was sampled at random"
   return f"detects a temperature wrong by {bias:.2%}"
 
 
-def _of_divergence(pair: Pair, text: int, d: Divergence) -> str:
+def of_divergence(pair: Pair, text: int, d: Divergence) -> str:
+  """Return the line of the report on a token of the text with a number."""
   expected, got = (
     "(end)" if token == PAST_END else pair.vocabulary.pieces([token])[0]
     for token in (d.autoregressive, d.speculative)

@@ -47,11 +47,13 @@ class TextScores(NamedTuple):
       Both arrays are 0 past the end of a text.
     num_tokens: number of tokens of all outputs.
     num_impossible: number of outputs that the target cannot generate; a single one is a fault.
+    lines: lines below the row of the report.
   """
 
   scores: Mapping[str, tuple[np.ndarray, np.ndarray, float]]
   num_tokens: int
   num_impossible: int
+  lines: Sequence[str] = ()
 
   def drifts(self) -> dict[str, list[Drift]]:
     """Return the drifts by name: for all tokens, by position, and for pairs of positions."""

@@ -35,11 +35,12 @@ def require_suffix(path: str) -> None:
     raise InputError(f"{path} has the name of a compressed file; only .gz is compressed.")
 
 
-def read_records(lines: Iterable[str], path: str) -> Iterator[Record]:
+def read_records(lines: Iterable[str], path: str, decoded: bool = False) -> Iterator[Record]:
   """Yield the record of each line of a file of sources as soon as it is read.
 
   Raises:
-    InputError: a line has no source that can be encoded, or has the field 'decoded'.
+    InputError: a line has no source that can be encoded, or has the field 'decoded', unless
+      `decoded` is True.
   """
   for number, line in enumerate(lines, 1):
     record: Any = {"source": line}
@@ -53,7 +54,7 @@ def read_records(lines: Iterable[str], path: str) -> Iterator[Record]:
         raise InputError(
           f"{path}, line {number} is not a JSON object with a text as 'source' or 'text'{reason}."
         )
-      if "decoded" in record:
+      if "decoded" in record and not decoded:
         raise InputError(
           f"{path}, line {number} has the field 'decoded', where its output would be; rename it."
         )
