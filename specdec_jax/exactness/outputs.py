@@ -55,8 +55,9 @@ def groups_of(
     if tokens or pair.can_decode(text):  # the output of a blank text is empty
       require_tokens(f"output {number}", [tokens], pair.target.model.vocab_size)
       group = groups.setdefault(json.dumps(config.given(), default=str), Group(config, [], [], []))
-      for values, value in zip(group[1:], (number, text, tokens)):
-        values.append(value)
+      group.numbers.append(number)
+      group.texts.append(text)
+      group.outputs.append(tokens)
   return [*groups.values()]
 
 
@@ -83,8 +84,10 @@ class OutputsChecker(Checker):
     def decode(prompt, keys, *, max_new_tokens: int) -> DecodeResult:
       of_rows, rows = zip(*(next(rest, (0, [])) for _ in range(size)))
       tokens, lengths = padded(rows, max_new_tokens), np.array([*map(len, rows)])
-      rounds = Rounds(*[np.ones_like(tokens.T)] * 4)
-      result = DecodeResult(tokens, lengths, rounds, np.array(0), np.full(size, -1))
+      rounds = Rounds(*[jnp.ones(tokens.T.shape, jnp.int32)] * 4)
+      result = DecodeResult(
+        jnp.asarray(tokens), jnp.asarray(lengths), rounds, jnp.array(0), jnp.full(size, -1)
+      )
       worst = self._impossible(config, prompt, tokens_of(result))
       found.extend((of_rows[divergence.row], divergence) for divergence in worst)
       return result

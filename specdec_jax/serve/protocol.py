@@ -127,14 +127,17 @@ def _predicted_text(prediction: Any) -> str:
   if is_known and prediction["type"] == "content":
     content = prediction["content"]
     parts = content if isinstance(content, list) else [{"type": "text", "text": content}]
-    texts = [
-      part.get("text") for part in parts if isinstance(part, dict) and part.get("type") == "text"
-    ]
-    if len(texts) == len(parts) and all(isinstance(text, str) for text in texts):
+    texts = [part["text"] for part in parts if _is_text(part)]
+    if len(texts) == len(parts):
       return "".join(texts)
   raise InputError(
     f'prediction is {shown(prediction)}; give {{"type": "content", "content": TEXT}}.'
   )
+
+
+def _is_text(part: Any) -> bool:
+  is_known = isinstance(part, dict) and part.get("type") == "text"
+  return is_known and isinstance(part.get("text"), str)
 
 
 def parse_request(body: bytes) -> CompletionRequest:
