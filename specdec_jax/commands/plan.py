@@ -1,11 +1,10 @@
 """Predict memory, times and speedups of a pair on a device, or of drafts to choose from."""
 
-import dataclasses
 import os
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
-from specdec_jax import flag_values
 from specdec_jax.checkpoints import files, huggingface, save
 from specdec_jax.core.memory import host_memory
 from specdec_jax.core.sampling import Sampling, row_keys
@@ -101,7 +100,7 @@ def plan(
     found = {f"{each.batch}": each for each in plans(draft, batch_sizes)}
     title = f"{target} with {draft} on {device}"
   if not (first := next(iter(found.values()))).fits:
-    others: Any = {x: dataclasses.replace(layout, weights=x) for x in ("int8", "int4")}
+    others: Any = {x: replace(layout, weights=x) for x in ("int8", "int4")}
     fits = [x for x in others if plans(draft or FREE[0], [first.batch], others[x])[0].fits]
     notes.append(f"Does not fit in {weights}; weights that fit: {', '.join(fits) or 'none'}.")
   if measure and draft:
@@ -186,21 +185,22 @@ def as_draft(name: str, target: Config) -> AnyConfig | None:
   """Return the configuration of a draft for a target; None for one that takes no time."""
   if name in FREE:
     return None
-  if "=" not in name:
-    config = read(name)
-  else:
+  config: Any
+  if "=" in name:
     fields = dict(word.partition("=")[::2] for word in name.split(","))
-    values = {field: flag_values.read(text, int | str) for field, text in fields.items()}
-    sizes = {field: getattr(target, field) for field in ("emb_dim", "mlp_dim")} | values
+    own: dict[str, Any] = {field: int(x) if x.isdigit() else x for field, x in fields.items()}
+    wide = dict(emb_dim=target.emb_dim, mlp_dim=target.mlp_dim)
     try:
-      config = (
-        new_head(target, **sizes) if "kind" in fields else dataclasses.replace(target, **values)
-      )
+      config = new_head(target, **wide | own) if "kind" in own else replace(target, **own)
     except TypeError as error:
       raise InputError(f"--draft {name}: {error}.") from error
+  else:
+    config = read(name)
   if config.vocab_size != target.vocab_size:
-    sizes = f"{config.vocab_size} and {target.vocab_size}"
-    raise InputError(f"The vocabularies of {name} and of the target have {sizes} tokens.")
+    raise InputError(
+      f"{name} has a vocabulary of {config.vocab_size} tokens, and the target one of "
+      f"{target.vocab_size}."
+    )
   if isinstance(config, DraftHead):
     return config.with_layout(dtype=target.layout.dtype)
   return laid_out(config, target.layout, None)
@@ -216,7 +216,12 @@ def candidates(name: str, target: Config) -> list[str]:
     if PUBLISHED[other][0] == family and _weight(config) < _weight(target):
       smaller.setdefault(size, other)  # one of equal sizes
   heads = [f"kind={kind},num_decoder_layers=1" for kind in HEAD_KERNELS]
-  shape = "num_decoder_layers=2" + ",num_encoder_layers=2" * target.has_encoder
+  shape = "num_decoder_layers=2"
+  if target.has_encoder:
+    heads.append(f"{heads[-1]},table_tokens=8000")  # logits of frequent tokens only
+    shape += ",num_encoder_layers=2"
+  else:
+    heads.pop()
   half = f"{shape},emb_dim={target.emb_dim // 2},mlp_dim={target.mlp_dim // 2}"
   return [*smaller.values(), *heads, shape, half, FREE[0]]
 
