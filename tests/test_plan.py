@@ -3,18 +3,15 @@
 import dataclasses
 import pathlib
 
-import jax
 import numpy as np
 import pytest
 import tiny
 
 from specdec_jax import theory
-from specdec_jax.checkpoints.save import save_model
 from specdec_jax.commands import plan as command
 from specdec_jax.drafts.heads import new_head
 from specdec_jax.errors import InputError
 from specdec_jax.measure import plan
-from specdec_jax.models.families import init_params
 from specdec_jax.models.sizes import PUBLISHED, named_config, t5_config
 
 ROOT = pathlib.Path(__file__).parents[1]
@@ -33,7 +30,7 @@ def test_work_of_all_layers_is_computed_from_that_of_few(kind):
   pair = plan.PairShapes(target, draft, source=8, new_tokens=16)
   got, want = plan.Counts(pair)(3, 4), plan.counted(pair, 3, 4)
   for name, x, y in zip(want._fields, got, want):
-    np.testing.assert_allclose(x, y, err_msg=name)
+    np.testing.assert_allclose(x, y, rtol=1e-3, err_msg=name)
   assert got.draft.any() == (kind is not None)
 
 
@@ -76,12 +73,11 @@ def test_published_names_are_those_of_known_sizes():
 
 
 def test_models_and_drafts_are_named(tmp_path):
-  target = t5()
-  save_model(str(tmp_path), target, init_params(target, jax.random.key(0)))
-  assert command.read(str(tmp_path)).emb_dim == target.emb_dim
-  (tmp_path / "hf").mkdir()
-  (tmp_path / "hf" / "config.json").write_text('{"model_type": "t5", "d_model": 24}')
-  assert command.read(str(tmp_path / "hf")).emb_dim == 24
+  target, bundled = t5(), ROOT / "specdec_jax/assets/multi30k_ende"
+  assert command.read(str(bundled / "target")).emb_dim == 512
+  assert command.read(str(bundled / "conditioned")).kind == "conditioned"
+  (tmp_path / "config.json").write_text('{"model_type": "t5", "d_model": 24}')
+  assert command.read(str(tmp_path)).emb_dim == 24
   shape = command.as_draft("num_decoder_layers=1,emb_dim=16", target)
   assert (shape.num_decoder_layers, shape.emb_dim, shape.mlp_dim) == (1, 16, target.mlp_dim)
   assert command.as_draft("kind=eagle", target).emb_dim == target.emb_dim

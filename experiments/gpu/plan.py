@@ -110,8 +110,8 @@ def gpu_plan_table(measured: Sequence[Line]) -> Table:
   notes = (
     f"Mean and largest error of the rows that were not fitted: {100 * np.mean(errors):.1f}%, "
     f"{100 * max(errors):.1f}%.",
-    "programs: gpu, with the kernels that `specdec plan` counts. before: those of commit "
-    f"{BEFORE}, and xla: with kernels='xla'; their kernels are counted in compiled programs. "
+    "kernels of: gpu, programs with the kernels that `specdec plan` counts. before: those of "
+    f"commit {BEFORE}, and xla: with kernels='xla'; these are counted in compiled programs. "
     "reduced: REDUCED = 20M. Rows with flags of XLA are left out.",
   )
   return Table("Planned and measured on an H100", (*columns, "error"), tuple(rows), notes)

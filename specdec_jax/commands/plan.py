@@ -41,7 +41,7 @@ def plan(
   device: str = "h100",
   batch_sizes: Sequence[int] = (1, 2, 4, 8, 16, 32, 64),
   alphas: Sequence[float] = (0.5, 0.6, 0.7, 0.8, 0.9, 0.95),
-  dtype: str | None = None,
+  dtype: str = "auto",
   weights: Weights = "float",
   source_tokens: int = 128,
   max_new_tokens: int = 128,
@@ -61,7 +61,7 @@ def plan(
     device: h100, a100, l4, v4, v5e, v5p, v6e, or cpu for this machine.
     batch_sizes: numbers of rows that are decoded together.
     alphas: acceptance rates.
-    dtype: bfloat16 or float32; by default float32 for a CPU and bfloat16 elsewhere.
+    dtype: bfloat16 or float32; auto is float32 for a CPU and bfloat16 elsewhere.
     weights: float, int8 or int4.
     source_tokens: tokens of a source; a Whisper has its own number.
     max_new_tokens: new tokens of each row.
@@ -74,7 +74,8 @@ def plan(
     InputError: there is no such model or device, or the draft has another vocabulary.
   """
   machine = _device(device, gb_per_s, tflops)
-  dtype = dtype or ("float32" if device == "cpu" else "bfloat16")
+  if dtype == "auto":
+    dtype = "float32" if device == "cpu" else "bfloat16"
   layout = Layout(dtype=named_dtype(dtype), weights=weights, fused=True)
   config = read(target)
   source = getattr(config, "source_positions", None) or source_tokens
@@ -162,7 +163,7 @@ def plan_table(
 def _device(name: str, gb_per_s: float | None, tflops: float | None) -> Device:
   if name == "cpu":
     rates = gb_per_s or memory_bandwidth() / 1e9, tflops or CPU_TFLOPS * threads()
-    return Device(host_memory() / 1e9, *rates, note="this machine")
+    return Device(host_memory() / 1e9, *rates, note="validated in float32 with AVX-512")
   if name not in DEVICES:
     raise InputError(f"There is no device {name!r}; there are {', '.join(DEVICES)} and cpu.")
   known = DEVICES[name]
@@ -216,7 +217,7 @@ def candidates(name: str, target: Config) -> list[str]:
     if PUBLISHED[other][0] == family and _weight(config) < _weight(target):
       smaller.setdefault(size, other)  # one of equal sizes
   heads = [f"kind={kind},num_decoder_layers=1" for kind in HEAD_KERNELS]
-  shape = "num_decoder_layers=2"
+  shape = "num_decoder_layers=2"  # the last head, conditioned, needs an encoder
   if target.has_encoder:
     heads.append(f"{heads[-1]},table_tokens=8000")  # logits of frequent tokens only
     shape += ",num_encoder_layers=2"

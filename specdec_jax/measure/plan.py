@@ -59,7 +59,7 @@ class Device(NamedTuple):
 # GPUs: data sheets of NVIDIA (H100 SXM, A100 80GB SXM, L4), without sparsity; the share and the
 # fixed time are those of the H100. TPUs: cloud.google.com/tpu/docs/v4 and so on. Read in 2026.
 DEVICES = {
-  "h100": Device(80, 3350, 989, GPU_SHARE, GPU_FIXED_US, "validated"),
+  "h100": Device(80, 3350, 989, GPU_SHARE, GPU_FIXED_US, "validated within 15%"),
   "a100": Device(80, 2039, 312, GPU_SHARE, GPU_FIXED_US),
   "l4": Device(24, 300, 121, GPU_SHARE, GPU_FIXED_US),
   "v4": Device(32, 1200, 275, note="bytes validated with its compiler, times not validated"),
