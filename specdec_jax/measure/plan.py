@@ -29,7 +29,7 @@ from specdec_jax.core.types import DraftOptions, Params
 from specdec_jax.core.verify.tokens import TokenVerifier
 from specdec_jax.drafts.heads import AnyConfig, DraftHead
 from specdec_jax.drafts.model import ModelDraft
-from specdec_jax.measure.roofline import matmul_operations, read_bytes
+from specdec_jax.measure.roofline import jaxpr_bytes, matmul_operations
 from specdec_jax.models.config import T5Config
 from specdec_jax.models.families import Config, init_params, model_of, with_feature_layers
 from specdec_jax.models.transformer import Cache
@@ -179,7 +179,8 @@ def _work(num_tokens: int, num_passes: int, cache: Any, f: Any, *args: Any) -> n
   Each of `num_tokens` tokens multiplies each cached number, of two bytes, and adds it.
   """
   cached = _held((cache.layers, cache.cross)) if isinstance(cache, Cache) else 0
-  total = read_bytes(f, *args), matmul_operations(jax.make_jaxpr(f)(*args).jaxpr)
+  jaxpr = jax.make_jaxpr(f)(*args).jaxpr
+  total = jaxpr_bytes(jaxpr), matmul_operations(jaxpr)
   attention = num_passes * cached, num_tokens * cached
   return np.array([np.subtract(total, attention), attention], float)
 
