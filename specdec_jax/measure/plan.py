@@ -12,12 +12,12 @@ import dataclasses
 import functools
 import itertools
 import operator
-from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from numpy.typing import ArrayLike
 
 from specdec_jax import theory
 from specdec_jax.core.context import Encoded, Prompt
@@ -167,10 +167,11 @@ def counted(pair: PairShapes, batch: int, gamma: int) -> Work:
   # The first pass of the draft is over two tokens.
   inputs = draft_params, draft_cache, state.context, rng
   drafting = _work(gamma + 1, gamma, draft_cache, proposer.propose, *inputs)
+  drafted = _held(draft_cache)
   if isinstance(draft, DraftHead) and isinstance(draft_cache, Cache):
-    draft_cache = draft_cache.replace(cross=None)  # those of the source are the target's
-  pairs = (target_params, own), (cache, draft_cache)
-  return Work(verify, drafting, *(np.array([*map(_held, each)], float) for each in pairs))
+    drafted -= _held(draft_cache.cross)  # those of the source are the target's
+  weights = np.array([_held(target_params), _held(own)], float)
+  return Work(verify, drafting, weights, np.array([_held(cache), drafted], float))
 
 
 def _work(num_tokens: int, num_passes: int, cache: Any, f: Any, *args: Any) -> np.ndarray:
@@ -199,13 +200,14 @@ class Counts:
     features = pair.draft.feature_layers if isinstance(pair.draft, DraftHead) else ()
     fewest = max([1 + is_head, *(1 + layer for layer in features)]), 1
     left = np.array([c.num_decoder_layers - n if c else 0 for c, n in zip(models, fewest)])
+    deeper = Work(left[0], left[1], left, left)
 
     def corner(batch: int, gamma: int) -> Work:
       few, more = (
-        counted(PairShapes(*map(_shallow, models, np.add(fewest, n)), *pair[2:]), batch, gamma)
-        for n in (0, 1)
+        counted(pair._replace(target=target, draft=draft), batch, gamma)
+        for target, draft in (map(_shallow, models, np.add(fewest, n)) for n in (0, 1))
       )
-      return jax.tree.map(lambda n, x, y: x + n * (y - x), Work(*left, left, left), few, more)
+      return jax.tree.map(lambda n, x, y: x + n * (y - x), deeper, few, more)
 
     corners = [corner(batch, gamma) for batch in (1, 2) for gamma in _CORNERS]
     self.corners = jax.tree.map(lambda *x: np.array(x).reshape(2, 2, *x[0].shape), *corners)
@@ -305,12 +307,12 @@ def pass_kernels(config: Config, batch: int, tokens: int) -> dict[str, int]:
   return {kind: sum(map(operator.mul, row, times)) for kind, row in KERNELS.items()}
 
 
-def least_alpha(c: Sequence[float], v: Sequence[float]) -> float:
+def least_alpha(c: ArrayLike, v: ArrayLike) -> float:
   """Return the lowest alpha, in steps of 0.01, at which a chain pays, or infinity.
 
   c and v are those of gamma 1, 2 and so on.
   """
-  alphas, gammas = np.arange(101) / 100, np.arange(1, len(c) + 1)
+  alphas, gammas = np.arange(101) / 100, np.arange(1, np.size(c) + 1)
   gains = theory.walltime_improvement(alphas[:, None], gammas, c, v)
   return float(alphas[gains.max(axis=1) >= PAYS].min(initial=np.inf))
 
