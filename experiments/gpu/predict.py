@@ -11,7 +11,6 @@ step and of a round at batch 1 (`measured.jsonl`).
 
 import argparse
 import dataclasses
-import functools
 import importlib.metadata
 import json
 import pathlib
@@ -46,8 +45,8 @@ from specdec_jax.core.sampling import Sampling
 from specdec_jax.core.trees import AnyTree, DynamicTree
 from specdec_jax.drafts.heads import AnyConfig, DraftHead, new_head
 from specdec_jax.measure.machine import commit
+from specdec_jax.measure.plan import param_structs
 from specdec_jax.measure.tables import Table, number_text
-from specdec_jax.models.families import init_params
 from specdec_jax.models.layout import Layout
 from specdec_jax.models.sizes import t5_config
 from specdec_jax.registry import HEADS
@@ -369,10 +368,7 @@ def _parameter_bytes(size: str, dtype: str, weights: str) -> int:
   def num_bytes(num_layers: int) -> int:
     layers = {f"num_{part}_layers": num_layers for part in ("encoder", "decoder")}
     shallow = dataclasses.replace(config, **layers)
-    shapes = jax.eval_shape(functools.partial(init_params, shallow), jax.random.key(0))
-    leaves = jax.tree.leaves_with_path(shapes)
-    dtypes = (config.layout.param_dtype(path[-1].key, x.dtype) for path, x in leaves)
-    return sum(memory.num_bytes(x.update(dtype=t)) for t, (_, x) in zip(dtypes, leaves))
+    return sum(map(memory.num_bytes, jax.tree.leaves(param_structs(shallow))))
 
   one, two = num_bytes(1), num_bytes(2)
   return one + (config.num_decoder_layers - 1) * (two - one)  # of each part; all layers are equal

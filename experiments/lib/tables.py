@@ -27,6 +27,7 @@ RECORDS = {
   "throughput": "throughput.throughput",
   "gammas": "throughput.throughput",
   "formats": "peers.compare",
+  "cpu-plan": "gpu.plan",
 }
 # lines of JSON,
 LINES = {
@@ -47,6 +48,7 @@ LINES = {
   "gpu-weights": "gpu.predict",
   "gpu-speed": "gpu.measure",
   "gpu-identity": "gpu.measure",
+  "gpu-plan": "gpu.plan",
   "speech-drafts": "speech.speech",
   "speech-programs": "speech.speech",
   "speech-batches": "speech.batches",

@@ -25,14 +25,12 @@ layers computed from them.
 
 import argparse
 import dataclasses
-import functools
 import itertools
 import json
 import pathlib
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 
@@ -42,61 +40,33 @@ from experiments.speech.train import head_of
 from experiments.tpu_v4 import compile as compiler
 from specdec_jax import theory
 from specdec_jax.core.atomic_files import atomic_write
-from specdec_jax.core.decode import Decoder
-from specdec_jax.core.memory import num_bytes
 from specdec_jax.core.sampling import Sampling
-from specdec_jax.core.trees import chain
-from specdec_jax.core.types import DraftOptions, Params
-from specdec_jax.core.verify.tokens import TokenVerifier
-from specdec_jax.drafts.heads import AnyConfig, DraftHead
-from specdec_jax.drafts.model import ModelDraft
 from specdec_jax.measure.machine import provenance
-from specdec_jax.measure.roofline import matmul_operations, read_bytes
+from specdec_jax.measure.plan import DEVICES, PAYS, Counts, PairShapes, least_alpha
 from specdec_jax.measure.tables import Table
-from specdec_jax.models.families import model_of, with_feature_layers
 from specdec_jax.models.layout import Layout
-from specdec_jax.models.partitioning import REPLICATED
 from specdec_jax.models.sizes import named_config
-from specdec_jax.models.whisper import without_encoder
 
-GAMMAS, ALPHAS, PAYS = range(1, 9), (0.6, 0.75, 0.9), 1.1
+GAMMAS, ALPHAS = range(1, 9), (0.6, 0.75, 0.9)
 LIMIT = 2**20  # a batch so large that weights are read for free
 BATCHES = *(2**i for i in range(11)), LIMIT
 NEW_TOKENS, HEAD_TOKENS = 128, 8000
 # Bytes and operations per second, and bytes of memory.
-_H100, _V4 = (compiler.CHIPS[name] for name in ("h100", "v4"))
-DEVICES = {
-  "H100": (1e9 * H100.gb_per_s, 1e12 * _H100.tflops, 1e9 * _H100.hbm_gb),
-  "TPU v4": (1e9 * _V4.hbm_gb_per_s, 1e12 * _V4.tflops, 1e9 * _V4.hbm_gb),
+_H100, _V4 = DEVICES["h100"], DEVICES["v4"]
+RATES = {
+  "H100": (1e9 * H100.gb_per_s, 1e12 * _H100.tflops, 1e9 * _H100.memory_gb),
+  "TPU v4": (1e9 * _V4.gb_per_s, 1e12 * _V4.tflops, 1e9 * _V4.memory_gb),
 }
 
 Row = dict[str, Any]  # a line of a file of records
 
 
 class Pair(NamedTuple):
-  """Target and draft, with the number of encoded positions or tokens of each source."""
+  """Target and draft."""
 
   name: str
   draft_name: str
-  target: Any
-  draft: AnyConfig
-  source: int
-
-
-class Work(NamedTuple):
-  """Bytes and operations of programs, and memory.
-
-  Attributes:
-    target: [weights or attention, bytes or operations] of a target pass over gamma + 1 tokens.
-    draft: the same of drafting gamma tokens.
-    weights: bytes of the weights of both models, encoders included.
-    caches: bytes of the keys and values of all rows.
-  """
-
-  target: np.ndarray
-  draft: np.ndarray
-  weights: np.ndarray
-  caches: np.ndarray
+  shapes: PairShapes
 
 
 def pairs() -> list[Pair]:
@@ -106,83 +76,22 @@ def pairs() -> list[Pair]:
   )
   large, distil = (named_config("whisper_v3", size, **options) for size in ("large", "distil"))
   xxl, small = (named_config("1.1", size, **options) for size in ("xxl", "small"))
-  return [
-    Pair("large-v3", "head", large, head_of(large, HEAD_TOKENS), large.source_positions),
-    Pair("large-v3", "distil-large-v3", large, distil, large.source_positions),
-    *(Pair(f"T5-XXL, source {source}", "T5-small", xxl, small, source) for source in (40, 2048)),
+  head, positions = head_of(large, HEAD_TOKENS), large.source_positions
+  found = [
+    ("large-v3", "head", (large, head, positions)),
+    ("large-v3", "distil-large-v3", (large, distil, positions)),
+    *((f"T5-XXL, source {source}", "T5-small", (xxl, small, source)) for source in (40, 2048)),
   ]
-
-
-def counted(pair: Pair, batch: int, gamma: int) -> Work:
-  """Count the work of the programs of a round; caches have the same size for each gamma."""
-  site, tree, sampling = compiler.Site(jax.devices()[:1]), chain(gamma), Sampling(0.0)
-  target_params, draft_params = (
-    site.params(config, REPLICATED) for config in (pair.target, pair.draft)
-  )
-  model, is_head, draft = model_of(pair.target), isinstance(pair.draft, DraftHead), pair.draft
-  if isinstance(draft, DraftHead):
-    model = with_feature_layers(model, draft.feature_layers)
-    whole = functools.partial(draft.draft_params, pair.target)
-    draft_params = jax.eval_shape(whole, draft_params, target_params)
-    proposer: Any = draft.draft(pair.target, sampling, tree, DraftOptions())
-  else:
-    if pair.target.num_mels is not None:  # the target's encoder serves both
-      draft_params = without_encoder(draft_params)
-    proposer = ModelDraft(model_of(draft), sampling, tree)
-  decoder = Decoder(model, proposer, TokenVerifier(sampling))
-  prompt = compiler.prompt_of(pair.target, batch, pair.source)
-  rng = jax.eval_shape(lambda: jax.random.split(jax.random.key(0), batch))
-  init = functools.partial(decoder.init, max_new_tokens=NEW_TOKENS - gamma)
-  state = jax.eval_shape(init, Params(target_params, draft_params), prompt, rng)
-  tokens = jax.ShapeDtypeStruct((batch, gamma + 1), jnp.int32)
-  target_cache, draft_cache = state.target_cache, state.draft_state
-  target = _work(gamma + 1, 1, target_cache, model.extend, target_params, target_cache, tokens)
-  # The first pass of the draft is over two tokens.
-  inputs = draft_params, draft_cache, state.context, rng
-  drafting = _work(gamma + 1, gamma, draft_cache, proposer.propose, *inputs)
-  if is_head:  # embeddings, and keys and values of the source, are the target's
-    draft_params = {name: x for name, x in draft_params.items() if name != "token_embedder"}
-    draft_cache = draft_cache.replace(cross=None)
-  weights, caches = (target_params, draft_params), (target_cache, draft_cache)
-  return Work(target, drafting, *(np.array(_held(each)) for each in (weights, caches)))
-
-
-def _work(num_tokens: int, num_passes: int, cache: Any, f: Any, *args: Any) -> np.ndarray:
-  """Return [weights or attention, bytes or operations] of f(*args), with passes over a cache.
-
-  Each of `num_tokens` tokens multiplies each cached number, of two bytes, and adds it.
-  """
-  cached = _held((cache.layers, cache.cross))
-  total = read_bytes(f, *args), matmul_operations(jax.make_jaxpr(f)(*args).jaxpr)
-  attention = num_passes * cached, num_tokens * cached
-  return np.array([np.subtract(total, attention), attention], float)
-
-
-def _held(arrays: Any) -> int:
-  return sum(map(num_bytes, jax.tree.leaves(arrays)))
-
-
-class Counts:
-  """Work of a pair, which is linear in the batch and in gamma, from four combinations of them."""
-
-  def __init__(self, pair: Pair):
-    gammas = GAMMAS[0], GAMMAS[-1]
-    corners = [counted(pair, batch, gamma) for batch in (1, 2) for gamma in gammas]
-    self.corners = jax.tree.map(lambda *x: np.array(x).reshape(2, 2, *x[0].shape), *corners)
-
-  def __call__(self, batch: int, gamma: int) -> Work:
-    share = (gamma - GAMMAS[0]) / (GAMMAS[-1] - GAMMAS[0])
-    factors = np.outer([2 - batch, batch - 1], [1 - share, share])
-    return jax.tree.map(lambda x: np.tensordot(factors, x), self.corners)
+  return [Pair(*names, PairShapes(*models, NEW_TOKENS)) for *names, models in found]
 
 
 def records(pair: Pair) -> Iterator[Row]:
   """Yield a record per device and batch size."""
-  counts, gammas = Counts(pair), np.array(GAMMAS)
-  for device, (*rates, memory) in DEVICES.items():
+  counts, gammas = Counts(pair.shapes), np.array(GAMMAS)
+  for device, (*rates, memory) in RATES.items():
     for batch in BATCHES:
       step, rounds = counts(batch, 0), [counts(batch, gamma) for gamma in GAMMAS]
-      step_s, held = _seconds(step.target, rates), float(step.weights + step.caches)
+      step_s, held = _seconds(step.target, rates), float((step.weights + step.caches).sum())
       v = np.array([_seconds(each.target, rates) for each in rounds]) / step_s
       c = np.array([_seconds(each.draft, rates) for each in rounds]) / gammas / step_s
       speeds = {alpha: theory.walltime_improvement(alpha, gammas, c, v) for alpha in ALPHAS}
@@ -194,8 +103,8 @@ def records(pair: Pair) -> Iterator[Row]:
         "batch_size": batch,
         "gb": {name: work[:, 0].sum() / 1e9 for name, work in works.items()},
         "tflop": {name: work[:, 1].sum() / 1e12 for name, work in works.items()},
-        "weights_gb": step.weights / 1e9,
-        "row_mb": step.caches / batch / 1e6,
+        "weights_gb": step.weights.sum() / 1e9,
+        "row_mb": step.caches.sum() / batch / 1e6,
         "devices": int(np.ceil(held / memory)),
         "step_ms": 1e3 * step_s,
         "c": c.round(4).tolist(),
@@ -214,17 +123,17 @@ def compiled(chosen: Sequence[tuple[Pair, int]], gamma: int = 3) -> Iterator[Row
   """Yield a record per pair, batch size and program, compiled for one TPU v4 chip."""
   _, devices = compiler.described("v4:1x1x1")
   for pair, batch in chosen:
-    counts = Counts(pair)
+    target, counts = pair.shapes.target, Counts(pair.shapes)
     limit = NEW_TOKENS - gamma
-    settings = compiler.CompileSettings(gamma, batch, pair.source, limit, Sampling(0.0))
+    settings = compiler.CompileSettings(gamma, batch, pair.shapes.source, limit, Sampling(0.0))
     for program, last in (("decode step", 0), ("verify", gamma)):
       sizes = []
       for layers in (1, 2):
-        target = dataclasses.replace(pair.target, num_encoder_layers=1, num_decoder_layers=layers)
-        lowered = compiler.programs(target, target, devices, settings)[program]()
+        shallow = dataclasses.replace(target, num_encoder_layers=1, num_decoder_layers=layers)
+        lowered = compiler.programs(shallow, shallow, devices, settings)[program]()
         cost: Any = lowered.compile(compiler_options=compiler.HBM_ONLY).cost_analysis()
         sizes.append(np.array([cost["bytes accessed"], cost["flops"]]))
-      total = sizes[1] + (pair.target.num_decoder_layers - 2) * (sizes[1] - sizes[0])
+      total = sizes[1] + (target.num_decoder_layers - 2) * (sizes[1] - sizes[0])
       own = counts(batch, last).target.sum(axis=0)
       yield {
         "target": pair.name,
@@ -239,13 +148,6 @@ def compiled(chosen: Sequence[tuple[Pair, int]], gamma: int = 3) -> Iterator[Row
 def largest_batch(rows: Sequence[Row], alpha: float) -> int:
   """Return the largest batch in records of a pair at which speculation pays, or 0."""
   return max((row["batch_size"] for row in rows if row["speedup"][f"{alpha}"] >= PAYS), default=0)
-
-
-def least_alpha(row: Row) -> float:
-  """Return the lowest alpha, in steps of 0.01, at which speculation pays, or infinity."""
-  alphas = np.arange(101) / 100
-  speeds = theory.walltime_improvement(alphas[:, None], np.array(GAMMAS), row["c"], row["v"])
-  return float(alphas[speeds.max(axis=1) >= PAYS].min(initial=np.inf))
 
 
 def speech_batches_table(rows: Sequence[Row]) -> Table:
@@ -266,7 +168,7 @@ def speech_batches_table(rows: Sequence[Row]) -> Table:
         " / ".join(f"{row['v'][2]:.2f}" for row in shown),
         " / ".join("any" if batch == LIMIT else f"{batch}" for batch in largest),
         *(" / ".join(f"{row['speedup'][f'{alpha}']:.2f}" for row in shown) for alpha in ALPHAS),
-        " / ".join(f"{least_alpha(row):.2f}" for row in shown),
+        " / ".join(f"{least_alpha(row['c'], row['v']):.2f}" for row in shown),
       )
     )
   columns = (

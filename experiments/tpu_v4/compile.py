@@ -20,7 +20,6 @@ from jax.experimental.layout import Format, Layout
 from jax.sharding import NamedSharding, PartitionSpec
 from jax.stages import Lowered
 
-from specdec_jax.core.context import Encoded, Prompt
 from specdec_jax.core.decode import Decoder, DecodeState, NullDraft
 from specdec_jax.core.sampling import Sampling, sample_draft_token
 from specdec_jax.core.trees import AnyTree, DynamicTree, Tree, chain
@@ -30,7 +29,8 @@ from specdec_jax.drafts.dynamic import model_draft
 from specdec_jax.drafts.heads import AnyConfig, DraftHead
 from specdec_jax.errors import InputError
 from specdec_jax.load import head_draft
-from specdec_jax.models.families import Config, init_params, model_of
+from specdec_jax.measure.plan import DEVICES, Device, param_structs, prompt_of
+from specdec_jax.models.families import Config, model_of
 from specdec_jax.models.partitioning import (
   REPLICATED,
   RULES,
@@ -52,30 +52,25 @@ HBM_ONLY: dict[str, str | bool] = {"xla_msa_enable": False}
 
 @dataclasses.dataclass(frozen=True)
 class Chip:
-  """Published specification of a chip (cloud.google.com/tpu/docs/v4 and so on, read in 2026).
+  """A device of `specdec_jax.measure.plan`, for its compiler.
 
   Attributes:
-    hbm_gb: size of HBM in 1e9 bytes (the page of v4 says GiB).
-    hbm_gb_per_s: peak bandwidth of HBM in 1e9 bytes per second.
-    tflops: peak speed of bfloat16 arithmetic in 1e12 operations per second.
     example: topology of a slice of one host, as the number of chips in each dimension.
     config: chip configuration of libtpu. With 'megacore', a chip with two cores is one device with
       all of the chip's memory, as on a TPU VM. For a GPU, the file that describes it to XLA.
   """
 
-  hbm_gb: float
-  hbm_gb_per_s: float
-  tflops: float
+  device: Device
   example: str
   config: str = "default"
 
 
 CHIPS = {
-  "v4": Chip(32, 1200, 275, "2x2x1", "megacore"),
-  "v5e": Chip(16, 819, 197, "2x2"),
-  "v5p": Chip(95, 2765, 459, "2x2x1", "megacore"),
-  "v6e": Chip(32, 1638, 918, "2x2"),
-  "h100": Chip(80, 3350, 989, "1", "gpu/h100.txtpb"),
+  "v4": Chip(DEVICES["v4"], "2x2x1", "megacore"),
+  "v5e": Chip(DEVICES["v5e"], "2x2"),
+  "v5p": Chip(DEVICES["v5p"], "2x2x1", "megacore"),
+  "v6e": Chip(DEVICES["v6e"], "2x2"),
+  "h100": Chip(DEVICES["h100"], "1", "gpu/h100.txtpb"),
 }
 GPUS = ("h100",)
 
@@ -179,14 +174,12 @@ class Site:
 
     The parameters have the layout that `jax.device_put` gives them.
     """
-    shapes = jax.eval_shape(functools.partial(init_params, config), jax.random.key(0))
-    shardings = param_shardings(shapes, self.mesh, rules, config)
-
-    def array(path, x, sharding):
-      dtype = config.layout.param_dtype(path[-1].key, x.dtype)
-      return self.array(x.shape, dtype, sharding)
-
-    return jax.tree_util.tree_map_with_path(array, shapes, shardings)
+    structs = param_structs(config)
+    return jax.tree.map(
+      lambda x, sharding: self.array(x.shape, x.dtype, sharding),
+      structs,
+      param_shardings(structs, self.mesh, rules, config),
+    )
 
   def lower(self, function: Callable, params: tuple, state, shardings, *args) -> Lowered:
     """Lower `function(*params, state, *args) -> (state, results)`.
@@ -277,19 +270,6 @@ def programs(
   if isinstance(settings.tree, Tree) and not settings.tree.is_chain:
     lowered["commit"] = pair.lower_commit
   return lowered
-
-
-def prompt_of(
-  config: Config,
-  batch_size: int,
-  source_tokens: int,
-  array: Callable[..., Any] = jax.ShapeDtypeStruct,
-) -> Prompt:
-  """Return the shapes of prompts; those of a Whisper are encoded, with four tokens each."""
-  if getattr(config, "num_mels", None) is None:
-    return array((batch_size, source_tokens), jnp.int32)
-  source = array((batch_size, source_tokens, config.emb_dim), config.layout.activations)
-  return Encoded(source, array((batch_size, 4), jnp.int32), array((batch_size,), jnp.int32))
 
 
 class _PairOnSite:

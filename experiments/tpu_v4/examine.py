@@ -158,7 +158,7 @@ def report_table(report: dict[str, Any], title: str, chip: Chip) -> Table:
         *(_giga(program[field]) for field in ("arguments", "temporaries", "peak", "accessed")),
         _giga(hbm) if hbm else MISSING,
         f"{ratio:.3f}" if ratio else MISSING,
-        f"{hbm / chip.hbm_gb_per_s / 1e6:.2f}" if hbm else MISSING,
+        f"{hbm / chip.device.gb_per_s / 1e6:.2f}" if hbm else MISSING,
         f"{program['operations'] / 1e9:.1f}",
         f"{len(program['weight_copies'])}",
         f"{program['collectives']}",
@@ -166,8 +166,8 @@ def report_table(report: dict[str, Any], title: str, chip: Chip) -> Table:
       )
     )
   peak = max(program["peak"] for program in report["programs"].values()) / 1e9
-  memory = f"At most {peak:.1f} GB of the chip's {chip.hbm_gb:g} GB are in use."
-  legend = (entry.format(rate=chip.hbm_gb_per_s) for entry in LEGEND)
+  memory = f"At most {peak:.1f} GB of the chip's {chip.device.memory_gb:g} GB are in use."
+  legend = (entry.format(rate=chip.device.gb_per_s) for entry in LEGEND)
   return Table(title, tuple(columns.split("|")), tuple(rows), (memory, *legend))
 
 
@@ -215,7 +215,7 @@ def compiled_batches_table(*paths: str) -> Table:
     hbm = [report["hbm_bytes"][name] / 1e9 for name in ("plain step", "round")]
     operations = [report["programs"][name]["operations"] / 1e12 for name in ("plain step", "round")]
     step, round_ = (
-      max(gigabytes / chip.hbm_gb_per_s, tera / chip.tflops)
+      max(gigabytes / chip.device.gb_per_s, tera / chip.device.tflops)
       for gigabytes, tera in zip(hbm, operations)
     )
     rows.append(

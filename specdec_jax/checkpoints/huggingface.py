@@ -56,6 +56,13 @@ def open_huggingface(folder: str) -> Checkpoint:
   return open_state(folder, fields, read_arrays(folder), generation)
 
 
+def read_config(folder: str) -> Any:
+  """Return the configuration of a model in a folder, of which only config.json is read."""
+  fields = {"model_type": None, **files.read_json(folder, CONFIG)}
+  require_known(folder, fields, model_type=tuple(FAMILIES))
+  return FAMILIES[fields["model_type"]].config(folder, fields)
+
+
 def open_state(
   path: str,
   fields: Mapping[str, Any],

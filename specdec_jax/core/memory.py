@@ -32,7 +32,7 @@ def num_bytes(x: Any) -> int:
 
 def require_host_memory(what: str, num_bytes: int) -> None:
   """Raise InputError unless `num_bytes` fit in the host's memory. No jax backend is initialized."""
-  _require(what, num_bytes, _host_memory(), "ask for less")
+  _require(what, num_bytes, host_memory(), "ask for less")
 
 
 def _require(what: str, num_bytes: float, memory_bytes: float, advice: str) -> None:
@@ -55,10 +55,11 @@ def _device_memory(mesh: jax.sharding.AbstractMesh | None) -> float:
   if device.platform != "cpu":
     limit = (device.memory_stats() or {}).get("bytes_limit", math.inf)
     return limit * (mesh.size if mesh else 1)
-  return _host_memory()
+  return host_memory()
 
 
-def _host_memory() -> float:
+def host_memory() -> float:
+  """Return the bytes of memory of this machine or, if less, of its container."""
   limits = [os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")]
   for path in _LIMITS:
     try:

@@ -111,7 +111,12 @@ def read_bytes(f, *args) -> int:
   argument counts once. A scan reads its inputs in every iteration; a while loop is assumed to run
   once. No data is assumed to stay in a processor cache between iterations.
   """
-  reads, in_loops = _reads(jax.make_jaxpr(f)(*args).jaxpr)
+  return jaxpr_bytes(jax.make_jaxpr(f)(*args).jaxpr)
+
+
+def jaxpr_bytes(jaxpr: Jaxpr) -> int:
+  """Estimate the bytes that a program reads from its inputs; see `read_bytes`."""
+  reads, in_loops = _reads(jaxpr)
   return sum(reads.values()) + in_loops
 
 

@@ -204,6 +204,36 @@ _FIELDS: dict[str, dict[str, Any]] = {
   ),
   "lamda": dict(vocab_size=32000),  # gated GELU and relative positions, as in T5 1.1
 }
+# Names on the Hugging Face Hub: a pattern, its family, and suffixes, each with its size if that is
+# another word.
+_HUB = (
+  ("google/flan-t5-{}", "1.1", "small base large xl xxl"),
+  ("google/t5-v1_1-{}", "1.1", "small base large xl xxl"),
+  ("google-t5/t5-{}", "1.0", "small base large 3b=xl 11b=xxl"),
+  ("google/mt5-{}", "mt5", "small base large xl xxl"),
+  ("google/umt5-{}", "umt5", "small base xl xxl"),
+  ("google/byt5-{}", "byt5", "small base large xl xxl"),
+  ("google/flan-ul2{}", "ul2", "=20b"),
+  ("google/madlad400-{}-mt", "madlad", "3b 7b 10b"),
+  ("Salesforce/codet5-{}", "codet5", "small base large"),
+  ("facebook/bart-{}", "bart", "base large large-cnn=cnn_large"),
+  ("sshleifer/distilbart-cnn-{}", "bart", "12-6=distil_cnn_12_6 6-6=distil_cnn_6_6"),
+  ("facebook/mbart-large-50-{}", "mbart", "many-to-many-mmt=large_50"),
+  ("google/pegasus-{}", "pegasus", "large"),
+  ("Helsinki-NLP/opus-mt-{}", "marian", "en-de=base"),
+  ("facebook/m2m100_{}", "m2m100", "418M=418m 1.2B=1.2b"),
+  ("facebook/nllb-200-{}", "nllb", "distilled-600M=600m 1.3B=1.3b 3.3B=3.3b"),
+  ("openai/whisper-{}", "whisper", "tiny base small medium large large-v2=large"),
+  ("openai/whisper-large-v3{}", "whisper_v3", "=large -turbo=turbo"),
+  ("distil-whisper/distil-large-v3{}", "whisper_v3", "=distil"),
+)
+# Family and size of each name.
+PUBLISHED = {
+  pattern.format(suffix): (family, size or suffix)
+  for pattern, family, words in _HUB
+  for suffix, _, size in (word.partition("=") for word in words.split())
+}
+
 _SUMMARIZERS = "cnn_large", "distil_cnn_12_6", "distil_cnn_6_6"  # without the mask token
 
 
