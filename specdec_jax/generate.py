@@ -594,7 +594,7 @@ class GenerateCall:
     else:
       yield from self._decode(sources, index, forced, size, seed, ())
 
-  def with_given_drafts(self, longest: int, batch_size: int = 1) -> "GenerateCall":
+  def with_given_drafts(self, longest: int = MOST, batch_size: int = 1) -> "GenerateCall":
     """Return the call for sources that have draft texts, of which the longest has so many tokens.
 
     gamma for these is a power of two; in a batch on a CPU, where each token of a pass takes time
@@ -774,13 +774,17 @@ def with_drafts(
 
 
 def given_prompts(prompts: batching.PromptsFn, width: int) -> batching.PromptsFn:
-  """Return the function `prompts` of `Slots` for pairs of a prompt and `draft_tokens`.
+  """Return the function `prompts` of `Slots` for prompts, and for pairs of one and `draft_tokens`.
+
+  All prompts of a call are of the same kind.
 
   Args:
     width: largest number of these tokens; of longer texts, the beginning is used.
   """
 
-  def of_rows(rows: Sequence[tuple[Any, Sequence[int]]]) -> tuple[Prompt, int | None]:
+  def of_rows(rows: Sequence[Any]) -> tuple[Prompt, int | None]:
+    if not isinstance(rows[0], tuple):
+      return prompts(rows)
     prompt, longest = prompts([row for row, _ in rows])
     return with_drafts(prompt, [draft[:width] for _, draft in rows], width), longest
 

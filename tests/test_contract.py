@@ -208,14 +208,15 @@ def rereading(num_tokens: int) -> DraftOptions:
 
 def given(models: Models, sampling: Sampling, tree: Tree):
   """Draft with the texts of the prompts, and else the draft model."""
-  draft = ModelDraft(models.draft, sampling, chain(2), rereading(8))
+  drafts = (ModelDraft(models.draft, sampling, chain(2), rereading(count)) for count in (2, 8))
   none = HashableArray(np.zeros(V, bool))
-  return GivenDraft(draft, tree.depth, V, none), models.draft_params
+  return GivenDraft(*drafts, tree.depth, V, none), models.draft_params
 
 
 def given_only(models: Models, sampling: Sampling, tree: Tree):
   """Draft with the texts of the prompts for a verifier that needs all tokens of a proposal."""
-  return GivenDraft(NullDraft(), tree.depth, V, HashableArray(np.zeros(V, bool)), False), ()
+  none = HashableArray(np.zeros(V, bool))
+  return GivenDraft(NullDraft(), NullDraft(), tree.depth, V, none, False), ()
 
 
 def independent(models: Models, sampling: Sampling, tree: Tree):

@@ -240,7 +240,7 @@ def test_transcripts_with_given_texts_equal_those_without(tmp_path):
 def test_special_tokens_are_skipped_where_places_are_compared():
   special = np.zeros(40, bool)
   special[35:] = True
-  draft = GivenDraft(NullDraft(), 8, 40, HashableArray(special))
+  draft = GivenDraft(NullDraft(), NullDraft(), 8, 40, HashableArray(special))
   tokens = jnp.array([[0, 36, 10, 11, 37, 12] + [0] * 20])
   context = Context(None, tokens, jnp.array([6]), None, None, jnp.array([1]))
   given = PromptWithDraft(jnp.zeros((1, 3), jnp.int32), jnp.array([GIVEN]), jnp.array([24]))

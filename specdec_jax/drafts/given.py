@@ -7,6 +7,7 @@ to. They are selected deterministically, so that outputs are exact at every temp
 
 import dataclasses
 import functools
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -144,15 +145,17 @@ class _State(NamedTuple):
   """State of a `GivenDraft`.
 
   Attributes:
-    num_seen: number of committed tokens that `place` takes into account.
+    num_seen: number of committed tokens at the last round, which `place` takes into account.
     of_draft: state of the other draft.
-    num_read: number of committed tokens that the other draft has processed.
+    num_read: number of committed tokens that the other draft had processed before the last round.
+    has_drafted: whether it has proposed in the last round.
   """
 
   place: Place
   num_seen: Int[Array, " B"]
   of_draft: Any
   num_read: Int[Array, " B"]
+  has_drafted: Bool[Array, " B"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -167,6 +170,7 @@ class GivenDraft(Draft):
 
   Attributes:
     draft: the other draft, which proposes a chain; `NullDraft()` for none.
+    late: the same draft with `DraftOptions.reread` for tokens of rounds in which it did not run.
     gamma: maximum number of given tokens per round.
     special: mask [V] of tokens that given texts do not have, such as timestamps. They are skipped
       when texts are compared.
@@ -174,6 +178,7 @@ class GivenDraft(Draft):
   """
 
   draft: Draft
+  late: Draft
   gamma: int
   vocab_size: int
   special: HashableArray
@@ -200,7 +205,8 @@ class GivenDraft(Draft):
       prompt = PromptWithDraft(prompt, none, none[:, 0])
     place = Place.start(jnp.asarray(prompt.draft), jnp.asarray(prompt.draft_length))
     state = self.draft.init(params, context._replace(prompt=prompt.prompt), hidden)
-    return _State(place, context.length, state, context.length - 1)
+    has_drafted = jnp.zeros(len(prompt), bool)
+    return _State(place, context.length, state, context.length - 1, has_drafted)
 
   def propose(
     self, params: Any, state: _State, context: Context, rng: Keys
@@ -211,7 +217,10 @@ class GivenDraft(Draft):
     is_free = length >= context.prompt_length  # not in a forced prefix
     count = place.num_proposed(depth, self.draft.tree.depth) * is_free
     given = place.next_tokens(count, depth)
-    state = state._replace(place=place, num_seen=length)
+    # Of its own tokens, the other draft has processed all but the last.
+    own = jnp.minimum(length - state.num_seen, self.draft.tree.depth) - 1
+    num_read = jnp.where(state.has_drafted, state.num_seen + own, state.num_read)
+    state = state._replace(place=place, num_seen=length, num_read=num_read)
     proposal, state = self._with_draft(params, state, context, rng, Proposal(given))
     if self.may_stop:
       return proposal, state
@@ -237,16 +246,19 @@ class GivenDraft(Draft):
     gamma = self.draft.tree.depth
     if not gamma:
       return self._with_q(given, None), state
-    is_given, reread = given.tokens[:, :1] >= 0, max(_REREAD, gamma + 1)
+    is_given = given.tokens[:, :1] >= 0
 
     def is_behind(num_read: Array) -> Array:
       return ~is_given[:, 0] & (num_read < context.length)
 
     def read(carry: tuple[Any, Any, Array]) -> tuple[Proposal, Any, Array]:
       *before, num_read = carry
-      length = jnp.minimum(context.length, num_read + reread)
-      after = self.draft.propose(params, before[1], context._replace(length=length), rng)
+      length = jnp.minimum(context.length, num_read + _REREAD)
       rows = is_behind(num_read)  # others do not change, so that rows are independent
+      propose = (functools.partial(x.propose, params) for x in (self.draft, self.late))
+      is_on_time = (length - num_read <= 2) | ~rows
+      inputs = before[1], context._replace(length=length), rng
+      after = lax.cond(is_on_time.all(), *propose, *inputs)
       after = jax.tree.map(functools.partial(_of_rows, rows), after, (*before,))
       return *after, jnp.where(rows, length, num_read)
 
@@ -255,7 +267,8 @@ class GivenDraft(Draft):
     none = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
     carry = none, state.of_draft, state.num_read
     own, of_draft, num_read = lax.while_loop(lambda x: is_behind(x[2]).any(), read, carry)
-    state = state._replace(of_draft=of_draft, num_read=num_read)
+    has_drafted = ~is_given[:, 0]
+    state = state._replace(of_draft=of_draft, num_read=num_read, has_drafted=has_drafted)
     more = given.tokens.shape[1] - gamma
     after = state.place.after(own.tokens, jnp.full(len(own.tokens), gamma), gamma)
     following = after.next_tokens(after.num_proposed(more, gamma), more)
@@ -294,11 +307,11 @@ def given_draft(spec: DraftSpec, inner: AnyTree, target: Loaded) -> DraftSpec:
   special = special_tokens(target)
 
   def build(sampling: Sampling, tree: AnyTree, options=DraftOptions()) -> GivenDraft:
-    draft: Draft = NullDraft()
+    drafts: Sequence[Draft] = [NullDraft()] * 2
     if inner.num_draft_tokens:
-      reread = max(_REREAD, inner.depth + 1)
-      draft = spec.build(sampling, inner, rereading(options, reread))
-    return GivenDraft(draft, tree.depth, target.model.vocab_size, special, options.may_stop)
+      each = options, rereading(options, _REREAD)
+      drafts = [spec.build(sampling, inner, options) for options in each]
+    return GivenDraft(*drafts, tree.depth, target.model.vocab_size, special, options.may_stop)
 
   name = f"given texts and {spec.name}" if inner.num_draft_tokens else "given texts"
   return dataclasses.replace(spec, name=name, build=build, path=None)

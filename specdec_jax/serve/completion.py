@@ -22,7 +22,6 @@ from specdec_jax.batching import Text
 from specdec_jax.core.counts import require_finite
 from specdec_jax.core.types import DecodeResult
 from specdec_jax.data.vocabulary import padded
-from specdec_jax.drafts.given import MOST
 from specdec_jax.errors import InputError
 from specdec_jax.generate import (
   GenerateCall,
@@ -309,7 +308,7 @@ class Completion(Answer):
     self._predicted = [draft_tokens(pair, text) for text in request.predictions]
     # One decoder serves texts of all lengths.
     return (
-      call.with_given_drafts(MOST, service.limits.batch_size),
+      call.with_given_drafts(batch_size=service.limits.batch_size),
       [*zip(rows, self._predicted)],
       limits,
     )

@@ -17,7 +17,6 @@ from specdec_jax.batching import Slots, Text, size_of_sources, token_prompts
 from specdec_jax.core.decode import Decoder, num_positions
 from specdec_jax.core.generation_config import GenerationConfig
 from specdec_jax.core.trees import Tree, chain
-from specdec_jax.drafts.given import GivenDraft
 from specdec_jax.generate import GenerateCall, generation_config, given_prompts
 from specdec_jax.pair import Pair
 from specdec_jax.serve.engine import Engine, Limits
@@ -163,6 +162,5 @@ class Service:
     prompts = token_prompts(
       pair.max_source_tokens, pair.vocabulary.pad_id, has_encoder=not pair.continues
     )
-    if isinstance(decoder.draft, GivenDraft):
-      prompts = given_prompts(prompts, limits.max_new_tokens)
+    prompts = given_prompts(prompts, limits.max_new_tokens)
     return Slots(decoder, pair.params, limits.batch_size, limits.max_new_tokens, prompts)

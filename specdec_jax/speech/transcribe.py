@@ -28,7 +28,7 @@ from specdec_jax.core.generation_config import SETTINGS
 from specdec_jax.core.trees import given_tree
 from specdec_jax.core.types import AnyPair, DecodeResult
 from specdec_jax.data.vocabulary import padded
-from specdec_jax.drafts.given import MOST, Place
+from specdec_jax.drafts.given import Place
 from specdec_jax.errors import InputError, require_count, require_number, require_seed, require_text
 from specdec_jax.generate import (
   GenerateCall,
@@ -438,7 +438,7 @@ class Transcriber:
     """
     call, tokens = self.calls[attempt], self.tokens
     if given:
-      call = call.with_given_drafts(MOST, self.batch_size)
+      call = call.with_given_drafts(batch_size=self.batch_size)
     if not timed:
       return call.decoder()
     rule = times.TimestampRule(tokens.no_timestamps_id, call.eos_ids[0], tokens.max_initial)
