@@ -49,6 +49,7 @@ LINES = {
   "gpu-speed": "gpu.measure",
   "gpu-identity": "gpu.measure",
   "gpu-plan": "gpu.plan",
+  "given": "given.given",
   "speech-drafts": "speech.speech",
   "speech-programs": "speech.speech",
   "speech-batches": "speech.batches",
