@@ -577,6 +577,7 @@ def test_added_token_that_no_memory_would_hold_is_refused(t5_and_words):
     load_pair(str(folder))
 
 
+@pytest.mark.slow
 def test_token_ids_that_no_memory_would_hold_are_refused(tmp_path):
   tokenizer = Tokenizer(models.WordLevel({"</s>": 0, "a": 2**31 - 1}, unk_token="</s>"))
   tokenizer.save(str(tmp_path / "tokenizer.json"))

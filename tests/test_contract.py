@@ -484,7 +484,6 @@ CASES = {
 # The default run tests these cases; the others are slow.
 QUICK = {
   "chain",
-  "given",
   "prompt lookup, tree",
   "token recycling",
   "conditioned",

@@ -122,8 +122,10 @@ def plain(**settings):
   return tiny_pair.pair("near", 64).generate(TEXTS, gamma=0, max_new_tokens=30, **settings)
 
 
-@pytest.mark.parametrize("batch_size", [1, 3, 8])
-@pytest.mark.parametrize("gamma", [0, 2])
+@pytest.mark.parametrize(
+  "batch_size, gamma",
+  [(3, 2), *(pytest.param(*x, marks=pytest.mark.slow) for x in ((1, 0), (1, 2), (8, 0), (8, 2)))],
+)
 def test_outputs_equal_those_without_given_texts(pair, batch_size, gamma):
   given = [output.text for output in plain()]
   given[1], given[2], given[3], given[4] = (
@@ -144,6 +146,7 @@ def test_own_output_as_a_text_takes_few_rounds(pair):
   assert 2 * len(output.rounds.num_emitted) < len(output.tokens)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("settings", [{"n": 2}, {"forced": True}, {"stream": True}], ids=str)
 def test_other_ways_to_decode_take_given_texts(pair, settings):
   text, given = TEXTS[0], plain()[0].text
@@ -160,6 +163,7 @@ def test_other_ways_to_decode_take_given_texts(pair, settings):
     assert len(found) == 2
 
 
+@pytest.mark.slow
 def test_samples_do_not_depend_on_the_batch(pair):
   given = [output.text if i % 2 else None for i, output in enumerate(plain())]
   settings = dict(max_new_tokens=20, temperature=1.0, draft_texts=given, gamma=2, seed=3)
@@ -183,7 +187,9 @@ def test_wrong_arguments_are_refused(pair, arguments, message):
     pair.generate(TEXTS, **arguments)
 
 
-@pytest.mark.parametrize("kind", ["field", "file", "stdin"])
+@pytest.mark.parametrize(
+  "kind", ["field", *(pytest.param(x, marks=pytest.mark.slow) for x in ("file", "stdin"))]
+)
 def test_translate_takes_texts_of_a_field_or_a_file(pair, tmp_path, monkeypatch, kind):
   given = [output.text for output in plain()]
   source, drafts, output = (tmp_path / name for name in ("in.jsonl", "drafts.txt", "out.jsonl"))

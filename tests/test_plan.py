@@ -21,6 +21,7 @@ def t5(layers: int = 4, **fields):
   return tiny.config(vocab_size=64, layers=layers, **fields)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["model", "conditioned", "eagle", None])
 def test_work_of_all_layers_is_computed_from_that_of_few(kind):
   target = t5()

@@ -27,7 +27,7 @@ from specdec_jax.data.text import read_lines
 from specdec_jax.measure.costs import interleaved_seconds, ratio_range, timed
 from specdec_jax.measure.machine import provenance
 from specdec_jax.measure.records import results_path
-from specdec_jax.measure.tables import Table
+from specdec_jax.measure.tables import MISSING, Table
 from specdec_jax.pair import Pair
 from specdec_jax.speech.transcribe import transcripts
 
@@ -152,9 +152,17 @@ def measured(
     )
 
 
+def _with_draft_time(row: Row, base: float) -> str:
+  """Return the speedup if the time of another model for the texts counts too."""
+  if "draft_seconds" not in row or "given" not in row["way"]:
+    return MISSING
+  return f"{base / (row['seconds'] + row['draft_seconds']):.2f}"
+
+
 def given_table(rows: Sequence[Row]) -> Table:
   """Return a table with one row per set and way to decode."""
   cells = []
+  base = {(row["set"], row["texts"]): row["seconds"] for row in rows if row["way"] == "none"}
   for row in rows:
     if row["way"] == "none":
       continue
@@ -168,14 +176,16 @@ def given_table(rows: Sequence[Row]) -> Table:
         f"{row['tokens_per_round']:.2f}",
         f"{row['speedup']:.2f}{spread}",
         f"{row['to_pair']:.2f}",
+        _with_draft_time(row, base[row["set"], row["texts"]]),
         f"{row['differing']}",
       )
     )
-  columns = "texts", "batch", "draft", "tokens per round", "speedup", "over the pair", "differ"
+  columns = "texts", "batch", "draft", "tokens per round", "speedup", "over the pair"
+  columns += "with the text's time", "differ"
   first = rows[0]
   notes = (
-    f"{first['target']}, temperature 0, {first['threads']} threads, medians of {first['repeats']} "
-    f"interleaved repeats. {measured_on(rows)}",
+    f"Temperature 0, {first['threads']} threads, medians of {first['repeats']} interleaved repeats. "
+    f"{measured_on(rows)}",
   )
   return Table("Given texts as drafts", columns, tuple(cells), notes)
 
