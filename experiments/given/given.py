@@ -184,8 +184,8 @@ def given_table(rows: Sequence[Row]) -> Table:
   columns += "with the text's time", "differ"
   first = rows[0]
   notes = (
-    f"Temperature 0, {first['threads']} threads, medians of {first['repeats']} interleaved repeats. "
-    f"{measured_on(rows)}",
+    f"Temperature 0, {first['threads']} threads, medians of {first['repeats']} interleaved "
+    f"repeats. {measured_on(rows)}",
   )
   return Table("Given texts as drafts", columns, tuple(cells), notes)
 

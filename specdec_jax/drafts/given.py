@@ -7,7 +7,6 @@ to. They are selected deterministically, so that outputs are exact at every temp
 
 import dataclasses
 import functools
-from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -307,11 +306,13 @@ def given_draft(spec: DraftSpec, inner: AnyTree, target: Loaded) -> DraftSpec:
   special = special_tokens(target)
 
   def build(sampling: Sampling, tree: AnyTree, options=DraftOptions()) -> GivenDraft:
-    drafts: Sequence[Draft] = [NullDraft()] * 2
+    draft: Draft = NullDraft()
+    late = draft
     if inner.num_draft_tokens:
-      each = options, rereading(options, _REREAD)
-      drafts = [spec.build(sampling, inner, options) for options in each]
-    return GivenDraft(*drafts, tree.depth, target.model.vocab_size, special, options.may_stop)
+      draft = spec.build(sampling, inner, options)
+      late = spec.build(sampling, inner, rereading(options, _REREAD))
+    size = target.model.vocab_size
+    return GivenDraft(draft, late, tree.depth, size, special, options.may_stop)
 
   name = f"given texts and {spec.name}" if inner.num_draft_tokens else "given texts"
   return dataclasses.replace(spec, name=name, build=build, path=None)
