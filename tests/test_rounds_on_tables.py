@@ -171,8 +171,8 @@ def test_wrong_q_of_a_draft_is_found(change, tree, num_rounds):
 @pytest.mark.slow
 def test_default_tree_that_the_verifier_cannot_verify_is_left_out_with_the_reason(capsys):
   pair = dataclasses.replace(tiny_pair.pair(), verifier=Matching)
-  assert not check_module._problem(pair, TREE)
-  assert "Error: " in check_module._problem(pair, DYNAMIC)  # not an InputError
+  assert not check_module._problem(pair, TREE, ["1"])
+  assert "Error: " in check_module._problem(pair, DYNAMIC, ["1"])  # not an InputError
   check_exactness(
     pair, tiny_pair.SENTENCES[:2], [Sampling(0.0)], (2,), (2,), max_new_tokens=4, long_tokens=0
   )

@@ -454,7 +454,7 @@ def test_metrics_count_requests_and_tokens(running, caplog):
   num_groups, rest = divmod(after["specdec_slots"], LIMITS.batch_size)
   assert rest == 0 and 1 <= num_groups <= LIMITS.max_groups  # of the settings so far
   assert after["specdec_queue_length"] == after["specdec_slots_in_use"] == 0
-  complete, rejected = (each for each in caplog.messages if not each.startswith("Compiling"))
+  *_, complete, rejected = (each for each in caplog.messages if not each.startswith("Compiling"))
   num_tokens = answer.usage.completion_tokens
   assert re.fullmatch(rf"/v1/completions 200: 1 outputs, {num_tokens} tokens, [.0-9]+ s", complete)
   assert rejected == "/v1/completions 400: The body has no model; give one."
