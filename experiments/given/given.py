@@ -135,6 +135,7 @@ def measured(
       set=texts.name,
       target=pair.target.name,
       texts=len(texts.sources),
+      distinct_texts=len({str(source) for source in texts.sources}),
       batch_size=texts.batch_size,
       way=way,
       gamma=settings[way][0],
