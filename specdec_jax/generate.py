@@ -588,11 +588,9 @@ class GenerateCall:
       drafts: tokens of a text that the output of each source may have, and which is empty if there
         is none; () for no texts.
     """
-    if longest := max(map(len, drafts), default=0):
-      call = self.with_given_drafts(longest, size)
-      yield from call._decode(sources, index, forced, size, seed, drafts)
-    else:
-      yield from self._decode(sources, index, forced, size, seed, ())
+    longest = max(map(len, drafts), default=0)
+    call = self.with_given_drafts(longest, size) if longest else self
+    yield from call._decode(sources, index, forced, size, seed, drafts if longest else ())
 
   def with_given_drafts(self, longest: int = MOST, batch_size: int = 1) -> "GenerateCall":
     """Return the call for sources that have draft texts, of which the longest has so many tokens.
