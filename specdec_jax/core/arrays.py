@@ -3,6 +3,7 @@
 Axis letters are those of `core.types`.
 """
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -77,6 +78,25 @@ def _halved(
     half = -(-size // 2)
     x = combine(x[..., :half], x[..., size - half :])
   return x
+
+
+def switch(
+  index: Int[Array, ""], branches: Sequence[Callable[[Any], tuple[Any, Any]]], state: Any
+) -> tuple[Any, Any]:
+  """Return the result and the new state of `branches[index](state)`, as `lax.switch` does.
+
+  On a CPU, `lax.switch` copies a state that branches change in place, such as a cache, once into a
+  branch and once out of it. A loop with at most one iteration does not.
+  """
+  if jax.default_backend() != "cpu":
+    return lax.switch(index, branches, state)
+  shapes, _ = jax.eval_shape(branches[0], state)
+  carry = index, jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes), state
+  for i, branch in enumerate(branches):
+    is_chosen = functools.partial(lambda i, carry: carry[0] == i, i)
+    once = functools.partial(lambda branch, carry: (-carry[0] - 1, *branch(carry[2])), branch)
+    carry = lax.while_loop(is_chosen, once, carry)
+  return carry[1:]
 
 
 def take(

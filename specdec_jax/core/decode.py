@@ -28,6 +28,7 @@ from specdec_jax.core.arrays import (
   place_tokens,
   repeat_rows,
   split_rows,
+  switch,
 )
 from specdec_jax.core.context import Context, Prompt, node_prefixes, prompt_ids, without_draft
 from specdec_jax.core.memory import require_memory
@@ -429,15 +430,18 @@ def _extend(
   if not lengths:
     return target.extend(params, cache, block, tree)
 
-  def extend_prefix(length: int, cache: Any):
-    logits, hidden, cache = target.extend(params, cache, block[:, : length + 1], chain(length))
+  def extend_prefix(length: int, cache: Any) -> tuple[tuple[Array, Array], Any]:
+    # Without a barrier, XLA computes what does not depend on the cache for all lengths.
+    tokens, cache = lax.optimization_barrier((block[:, : length + 1], cache))
+    logits, hidden, cache = target.extend(params, cache, tokens, chain(length))
     padding = (0, 0), (0, block.shape[1] - 1 - length), (0, 0)
-    return jnp.pad(logits, padding), jnp.pad(hidden, padding), cache
+    return (jnp.pad(logits, padding), jnp.pad(hidden, padding)), cache
 
   longest = (block[:, 1:] >= 0).any(axis=0).sum()
   branch = jnp.searchsorted(jnp.array(lengths), longest)
   branches = [functools.partial(extend_prefix, length) for length in lengths]
-  return lax.switch(branch, branches, cache)
+  (logits, hidden), cache = switch(branch, branches, cache)
+  return logits, hidden, cache
 
 
 def _recorded(

@@ -247,25 +247,26 @@ class GivenDraft(Draft):
       return self._with_q(given, None), state
     is_given = given.tokens[:, :1] >= 0
 
-    def is_behind(num_read: Array) -> Array:
-      return ~is_given[:, 0] & (num_read < context.length)
+    def is_behind(num_read: Array, least: int) -> Array:
+      return ~is_given[:, 0] & (num_read <= context.length - least)
 
-    def read(carry: tuple[Any, Any, Array]) -> tuple[Proposal, Any, Array]:
+    def read(draft: Draft, least: int, carry: tuple[Any, Any, Array]) -> tuple[Any, Any, Array]:
       *before, num_read = carry
-      length = jnp.minimum(context.length, num_read + _REREAD)
-      rows = is_behind(num_read)  # others do not change, so that rows are independent
-      propose = (functools.partial(x.propose, params) for x in (self.draft, self.late))
-      is_on_time = (length - num_read <= 2) | ~rows
-      inputs = before[1], context._replace(length=length), rng
-      after = lax.cond(is_on_time.all(), *propose, *inputs)
-      after = jax.tree.map(functools.partial(_of_rows, rows), after, (*before,))
-      return *after, jnp.where(rows, length, num_read)
+      rows = is_behind(num_read, least)  # others do not change, so that rows are independent
+      length = jnp.where(rows, jnp.minimum(context.length, num_read + _REREAD), num_read)
+      after = draft.propose(params, before[1], context._replace(length=length), rng)
+      if len(rows) > 1:
+        after = jax.tree.map(functools.partial(_of_rows, rows), after, (*before,))
+      return *after, length
 
     proposed = functools.partial(self.draft.propose, params)
     shapes, _ = jax.eval_shape(proposed, state.of_draft, context, rng)
     none = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
     carry = none, state.of_draft, state.num_read
-    own, of_draft, num_read = lax.while_loop(lambda x: is_behind(x[2]).any(), read, carry)
+    for draft, least in ((self.late, 3), (self.draft, 1)):
+      is_any = functools.partial(lambda least, x: is_behind(x[2], least).any(), least)
+      carry = lax.while_loop(is_any, functools.partial(read, draft, least), carry)
+    own, of_draft, num_read = carry
     has_drafted = ~is_given[:, 0]
     state = state._replace(of_draft=of_draft, num_read=num_read, has_drafted=has_drafted)
     more = given.tokens.shape[1] - gamma
