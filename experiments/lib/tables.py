@@ -22,6 +22,7 @@ RECORDS = {
   "online": "learned_drafts.online",
   "reproduced": "paper.reproduce",
   "drafts": "drafts.drafts",
+  "sizes": "sizes.sizes",
   "layers": "methods.search_layers",
   "beams": "beams.beams",
   "throughput": "throughput.throughput",

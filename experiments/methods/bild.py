@@ -36,7 +36,7 @@ from specdec_jax.pair import Pair
 GREEDY, LIMIT, NUM_TEXTS, SECONDS = Sampling(0.0), 64, 200, 50
 GAMMA, LONG = 7, 10  # the best gamma of the model, and the limit of a proposal that hands over
 # Probability at which the draft model hands over -> thresholds at which the target rolls back.
-THRESHOLDS = {0.4: (2.0,), 0.6: (1.0, 2.0, 5.0), 0.8: (2.0,)}
+THRESHOLDS = {0.4: (2.0,), 0.6: (1.0, 2.0, 5.0, 1000.0), 0.8: (2.0,)}
 
 BILD_LEGEND = {
   "hands over": "below this probability of the draft model's most probable token",

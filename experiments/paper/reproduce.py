@@ -44,6 +44,7 @@ from specdec_jax.random_models import random_draft, random_pair
 TABLES = {"table2": 2, "table3": 3, "table4": 4, "table5": 5}
 FIGURES = ("figure1", "figure2", "figure3", "figure4", "figure5")
 TARGET = "T5-XXL"
+_VOCABULARY = "multi30k_ende/vocabulary.model"
 _NGRAMS = {"unigram": unigram, "bigram": bigram}
 _OTHER_TARGETS = {
   "GPT-like (97M)": "never published; `specdec table3_gpt_like` measures a smaller pair",
@@ -75,77 +76,6 @@ class Task:
   max_source_tokens: int = 256
   max_new_tokens: int = 128
   paths: Mapping[str, str] = dataclasses.field(default_factory=dict)
-
-
-@dataclasses.dataclass(frozen=True)
-class StandIns:
-  """Models for a machine without checkpoints; see `stand_ins`.
-
-  Speeds are measured with models with random weights, which simulate the paper's alpha. Alphas are
-  measured with the bundled target and the separate draft model.
-
-  Attributes:
-    sizes: size of T5 1.1 in place of each model of the paper.
-    dtype: dtype of the models.
-  """
-
-  sizes: Mapping[str, str] = dataclasses.field(
-    default_factory=lambda: {
-      "T5-XXL": "base",
-      **dict.fromkeys(("T5-large", "T5-base", "T5-small"), "small"),
-    }
-  )
-  dtype: str = "float32"
-
-  def config(self, name: str, task: Task, is_speed: bool) -> AnyConfig | None:
-    """Return the configuration of a model to measure speeds or alphas; None if there is none."""
-    if is_speed:
-      return named_config("1.1", self.sizes[name]) if name in self.sizes else None
-    bundled = {TARGET: "target", "T5-small": "draft"}
-    return open_checkpoint(str(BUNDLED / bundled[name])).config if name in bundled else None
-
-  def open(self, name: str, task: Task) -> None:
-    """Raise InputError if there is no checkpoint of a model."""
-
-  def note(self, tasks: Sequence[Task], is_speed: bool) -> str:
-    """Describe the models that are measured with."""
-    sizes = ", ".join(f"T5 1.1 {size} for {name}" for name, size in self.sizes.items())
-    models = f"random weights and the paper's alpha, simulated ({sizes})"
-    if not is_speed:
-      models = "the bundled target with the separate draft model"
-    return f"Stand-ins, not the paper's models: {models}."
-
-  def pair(self, draft: str, task: Task, alpha: float) -> Pair:
-    """Return the target with a draft; stand-ins simulate `alpha`."""
-    pair = _random_target(self.sizes[TARGET], self.dtype)
-    model = dataclasses.replace(pair.target.model, alpha=alpha)
-    pair = pair.with_draft(random_draft(pair.target, self.sizes[draft], dtype=self.dtype))
-    pair = pair.with_target(model=model)
-    return dataclasses.replace(pair, task=task.name, max_source_tokens=task.max_source_tokens)
-
-  def alpha_drafts(self, names: Sequence[str], task: Task) -> tuple[Pair, list[LoadsDraft]]:
-    """Return a pair, and functions that load further drafts, whose alphas are measured."""
-    pair = load_pair(draft=asset("multi30k_ende/draft"))
-    return pair, _ngram_drafts(names, task)
-
-  def example(self, task: Task) -> tuple[Pair, str, int]:
-    """Return a pair, a text and a seed, whose rounds are drawn in Figure 1."""
-    # The GPT-like pair, because the paper's figure has a model without an encoder.
-    names = "gpt_like_4m", "gpt_like_600k", "vocabulary.txt"
-    # The seed of experiments/figures/README.md: as many tokens and passes as in the paper.
-    return load_pair(*(f"experiments/gpt_like/weights/{name}" for name in names)), "", 14
-
-
-def stand_ins(true_sizes: bool | None = None) -> StandIns:
-  """Return stand-ins for the paper's models: of its own sizes in bfloat16, or small ones.
-
-  Args:
-    true_sizes: whether they have the paper's sizes (24 GB); None: on an accelerator.
-  """
-  if true_sizes is None:
-    true_sizes = jax.default_backend() != "cpu"
-  sizes = {name: name.removeprefix("T5-").lower() for name in StandIns().sizes}
-  return StandIns(sizes, "bfloat16") if true_sizes else StandIns()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -230,8 +160,91 @@ class Checkpoints:
     return {**self.paths, **task.paths}
 
 
+@dataclasses.dataclass(frozen=True)
+class TrainedStandIns(Checkpoints):
+  """The bundled target for T5-XXL, and for each of the paper's drafts one of another size.
+
+  They were trained on captions, so rows of other texts have no stand-ins.
+  """
+
+  paths: Mapping[str, str] = dataclasses.field(
+    default_factory=lambda: {
+      TARGET: str(BUNDLED / "target"),
+      "T5-small": "experiments/sizes/drafts/300k",
+      "T5-base": "experiments/sizes/drafts/900k",
+      "T5-large": str(BUNDLED / "draft"),
+    }
+  )
+  vocabulary: str | None = dataclasses.field(default_factory=lambda: asset(_VOCABULARY))
+  dtype: str = "float32"
+
+  def note(self, tasks: Sequence[Task], is_speed: bool) -> str:
+    return (
+      "Stand-ins, not the paper's models: the bundled target for T5-XXL, and drafts of 0.3, 0.9 "
+      "and 2.4 million parameters for T5-small, T5-base and T5-large."
+    )
+
+  def example(self, task: Task) -> tuple[Pair, str, int]:
+    # The GPT-like pair, because the paper's figure has a model without an encoder.
+    names = "gpt_like_4m", "gpt_like_600k", "vocabulary.txt"
+    # The seed of experiments/figures/README.md: as many tokens and passes as in the paper.
+    return load_pair(*(f"experiments/gpt_like/weights/{name}" for name in names)), "", 14
+
+  def _paths(self, task: Task) -> Mapping[str, str]:
+    return self.paths if task.name == "captions" else {}
+
+
+@dataclasses.dataclass(frozen=True)
+class RandomStandIns(TrainedStandIns):
+  """Stand-ins whose speeds are measured with random weights, and with the paper's simulated alpha.
+
+  Attributes:
+    sizes: size of T5 1.1 in place of each model of the paper.
+  """
+
+  sizes: Mapping[str, str] = dataclasses.field(
+    default_factory=lambda: {
+      f"T5-{size}": size.lower() for size in ("XXL", "large", "base", "small")
+    }
+  )
+  dtype: str = "bfloat16"
+
+  def config(self, name: str, task: Task, is_speed: bool) -> AnyConfig | None:
+    if not is_speed:
+      return super().config(name, task, is_speed)
+    return named_config("1.1", self.sizes[name]) if name in self.sizes else None
+
+  def open(self, name: str, task: Task) -> None:
+    """Random models need no checkpoint."""
+
+  def note(self, tasks: Sequence[Task], is_speed: bool) -> str:
+    if not is_speed:
+      return super().note(tasks, is_speed)
+    sizes = ", ".join(f"T5 1.1 {size} for {name}" for name, size in self.sizes.items())
+    models = f"random weights and the paper's alpha, simulated ({sizes})"
+    return f"Stand-ins, not the paper's models: {models}."
+
+  def pair(self, draft: str, task: Task, alpha: float) -> Pair:
+    pair = _random_target(self.sizes[TARGET], self.dtype)
+    model = dataclasses.replace(pair.target.model, alpha=alpha)
+    pair = pair.with_draft(random_draft(pair.target, self.sizes[draft], dtype=self.dtype))
+    pair = pair.with_target(model=model)
+    return dataclasses.replace(pair, task=task.name, max_source_tokens=task.max_source_tokens)
+
+
+def stand_ins(true_sizes: bool | None = None) -> TrainedStandIns:
+  """Return stand-ins for the paper's models: trained small ones, or random ones of its own sizes.
+
+  Args:
+    true_sizes: whether speeds are measured with models of the paper's sizes (24 GB); None: on an
+      accelerator.
+  """
+  if true_sizes is None:
+    true_sizes = jax.default_backend() != "cpu"
+  return RandomStandIns() if true_sizes else TrainedStandIns()
+
+
 _LOADED: dict[tuple[str, str | None, str], Pair] = {}  # the last target of `Checkpoints`
-Models = StandIns | Checkpoints
 
 
 @functools.lru_cache(1)
@@ -254,7 +267,7 @@ class Group(NamedTuple):
   missing: str  # reason why they cannot be measured; '' if they can
 
 
-def groups(number: int, models: Models, tasks: Mapping[str, Task]) -> list[Group]:
+def groups(number: int, models: Checkpoints, tasks: Mapping[str, Task]) -> list[Group]:
   """Return the rows of a table by target, task and draft."""
   found: dict[tuple[str, str, str], list[Row]] = {}
   for row in load_table(number):
@@ -290,7 +303,7 @@ def _not_measured(found: Sequence[Group]) -> list[str]:
 
 def reproduce(
   names: Sequence[str],
-  models: Models,
+  models: Checkpoints,
   tasks: Mapping[str, Task],
   output_dir: str,
   num_texts: int | None = None,
@@ -306,7 +319,7 @@ def reproduce(
 
   Args:
     names: keys of `TABLES` or members of `FIGURES`.
-    models: `Checkpoints` or `StandIns`.
+    models: checkpoints or stand-ins.
     tasks: tasks by their names in the paper, 'EnDe' and 'CNNDM'. Rows with another task are not
       measured.
     output_dir: folder for the records. Settings that are recorded there are not measured again.
@@ -362,7 +375,7 @@ def reproduce(
     _save_figure(name, output, [], models, tasks)
 
 
-def _open_inputs(found: Sequence[Group], models: Models, tasks: Mapping[str, Task]) -> None:
+def _open_inputs(found: Sequence[Group], models: Checkpoints, tasks: Mapping[str, Task]) -> None:
   """Open all texts and checkpoints, so that one that is missing is reported first."""
   used = dict.fromkeys((group.task, name) for group in found for name in (TARGET, group.draft))
   for task in dict.fromkeys(task for task, _ in used):
@@ -379,7 +392,7 @@ def _results(folder: pathlib.Path, group: Group) -> pathlib.Path:
 
 def _measure_speeds(
   group: Group,
-  models: Models,
+  models: Checkpoints,
   task: Task,
   folder: pathlib.Path,
   num_texts: int | None,
@@ -418,10 +431,16 @@ def rows_table(measured: Sequence[tuple[Row, Record]]) -> Table:
 
 
 def reproduced_table(records: Sequence[Record]) -> Table:
-  """Return `rows_table` of stand-ins; temperature, gamma and simulated alpha identify a row."""
-  by_setting = {(r.settings.temperature, r.settings.gamma, r.outputs.alpha): r for r in records}
-  rows = [(row, (row["temperature"], row["gamma"], row["alpha"])) for row in load_table(2)]
-  return rows_table([(row, by_setting[key]) for row, key in rows if key in by_setting])
+  """Return `rows_table` of trained stand-ins, for the rows of the paper that have records."""
+  names = {name: pathlib.Path(path).name for name, path in TrainedStandIns().paths.items()}
+  settings = ((r.models.draft, r.settings.temperature, r.settings.gamma) for r in records)
+  found = dict(zip(settings, records))
+  rows = [
+    (row, found.get((names[row["m_q"]], row["temperature"], row["gamma"])))
+    for row in load_table(2)
+    if row["task"] == "EnDe"
+  ]
+  return rows_table([(row, record) for row, record in rows if record])
 
 
 def _measured_as(r: Record) -> str:
@@ -433,7 +452,7 @@ def _save_figure(
   name: str,
   output: pathlib.Path,
   records: Sequence[Record],
-  models: Models,
+  models: Checkpoints,
   tasks: Mapping[str, Task],
 ) -> None:
   """Draw a figure of the paper to a file in the folder `output`, and print its path.
@@ -459,7 +478,7 @@ def _save_figure(
 
 
 def _measure_alphas(
-  found: Sequence[Group], models: Models, task: Task, folder: pathlib.Path, min_tokens: int
+  found: Sequence[Group], models: Checkpoints, task: Task, folder: pathlib.Path, min_tokens: int
 ) -> None:
   """Measure the alphas of all drafts of a task on the same text of the target."""
   rows = [row for group in found for row in group.rows]
@@ -479,7 +498,7 @@ def _measure_alphas(
 def _plan(
   name: str,
   found: Sequence[Group],
-  models: Models,
+  models: Checkpoints,
   tasks: Mapping[str, Task],
   num_texts: int | None,
   repeats: int,
@@ -525,7 +544,7 @@ def _plan(
   return Table(f"{name}: rows to measure", tuple(columns.split("|")), tuple(cells), notes, {})
 
 
-def _num_bytes(models: Models, name: str, task: Task, is_speed: bool) -> tuple[int, int]:
+def _num_bytes(models: Checkpoints, name: str, task: Task, is_speed: bool) -> tuple[int, int]:
   """Return the bytes of all parameters of a model, and of those that a decoding step reads."""
   config = cast(Any, models.config(name, task, is_speed))
   init: Any = functools.partial(init_params, config)

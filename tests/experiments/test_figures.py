@@ -13,7 +13,7 @@ from test_records import RECORD as SETTING
 
 from experiments.figures import figures, pictures
 from experiments.paper.paper import load_table
-from experiments.paper.reproduce import StandIns, Task, reproduce
+from experiments.paper.reproduce import Task, TrainedStandIns, reproduce
 from specdec_jax.core.rounds import Round
 from specdec_jax.measure.records import append
 
@@ -161,7 +161,7 @@ def test_figures_are_written_reproducibly(tmp_path, monkeypatch):
 def test_figure_1_of_the_page_is_what_its_command_draws(tmp_path, monkeypatch, name, options):
   output = tmp_path / "figure1.svg"
   if options is None:
-    reproduce(["figure1"], StandIns(), {"EnDe": Task("", list, str)}, str(tmp_path))
+    reproduce(["figure1"], TrainedStandIns(), {"EnDe": Task("", list, str)}, str(tmp_path))
   else:
     words = f"--figure 1 {options} --output {output}".split()
     monkeypatch.setattr(sys, "argv", ["", *words])

@@ -13,9 +13,9 @@ import tiny_pair
 from experiments.paper import reproduce as module
 from experiments.paper.reproduce import (
   Checkpoints,
-  Models,
-  StandIns,
+  RandomStandIns,
   Task,
+  TrainedStandIns,
   groups,
   reproduce,
   stand_ins,
@@ -46,7 +46,7 @@ def checkpoints(**drafts):
 def test_every_row_of_tables_2_and_4_has_stand_ins():
   both = dict.fromkeys(("EnDe", "CNNDM"), Task("", list, str))
   for number in (2, 4):
-    found = groups(number, StandIns(), both)
+    found = groups(number, RandomStandIns(), both)
     assert sum(len(group.rows) for group in found) == 12
     assert [(group.task, group.draft, group.missing) for group in found] == [
       (task, draft, "")
@@ -139,13 +139,15 @@ def test_alphas_of_all_drafts_are_measured_on_the_same_text(tmp_path, monkeypatc
 
 def test_dry_run_prints_memory_and_time_and_measures_nothing(tmp_path, capsys, monkeypatch):
   monkeypatch.setattr(module, "memory_bandwidth", lambda: 1e9)
-  plan = functools.partial(reproduce, models=StandIns(), output_dir=str(tmp_path), dry_run=True)
+  plan = functools.partial(
+    reproduce, models=RandomStandIns(), output_dir=str(tmp_path), dry_run=True
+  )
   plan(["table2", "table3"], tasks=tasks(tmp_path))
   said = " ".join(capsys.readouterr().out.split())
   assert "Stand-ins, not the paper's models: random weights and the paper's alpha" in said
-  assert "T5 1.1 base for T5-XXL" in said and "Stand-ins, not the paper's models: the bundl" in said
-  # T5 1.1 base and small have 247,577,856 and 76,961,152 parameters.
-  assert said.count(" 1.30 ") == 6 and said.count(" EnDe ") == 12
+  assert "T5 1.1 xxl for T5-XXL" in said
+  # T5 1.1 XXL and small have 11,135,332,352 and 76,961,152 parameters.
+  assert said.count(" 22.42 ") == 2 and said.count(" EnDe ") == 6
   plan(["figure1", "figure5"], tasks=tasks(tmp_path))  # Figure 5 needs a group of Table 2
   assert capsys.readouterr().out.count(" EnDe ") == 2
   plan(["table2"], models=checkpoints(), tasks=tasks(tmp_path))
@@ -158,14 +160,14 @@ def test_dry_run_prints_memory_and_time_and_measures_nothing(tmp_path, capsys, m
 def test_stand_ins_of_the_papers_sizes(true_sizes, monkeypatch):
   monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
   models = stand_ins(true_sizes)
-  sizes = {"T5-XXL": "xxl", "T5-large": "large", "T5-base": "base", "T5-small": "small"}
-  assert models == StandIns(sizes, "bfloat16") != stand_ins(False) == StandIns()
+  assert models == RandomStandIns() and stand_ins(False) == TrainedStandIns()
+  assert models.sizes["T5-XXL"] == "xxl" and models.dtype == "bfloat16"
   both = dict.fromkeys(("EnDe", "CNNDM"), Task("", list, str))
   assert sum(len(group.rows) for group in groups(2, models, both) if not group.missing) == 12
 
 
 def test_stand_ins_share_the_target_and_simulate_the_alpha_of_the_row(tmp_path):
-  models = StandIns({"T5-XXL": "tiny", "T5-small": "tiny"})
+  models = RandomStandIns(sizes={"T5-XXL": "tiny", "T5-small": "tiny"}, dtype="float32")
   task = tasks(tmp_path)["EnDe"]
   first, second = (models.pair("T5-small", task, alpha) for alpha in (0.5, 0.75))
   assert (first.simulated_alpha, second.simulated_alpha) == (0.5, 0.75)
@@ -173,7 +175,7 @@ def test_stand_ins_share_the_target_and_simulate_the_alpha_of_the_row(tmp_path):
 
 
 def test_the_target_is_loaded_once_for_all_drafts(tmp_path):
-  models: Models = checkpoints()
+  models = checkpoints()
   task = tasks(tmp_path)["EnDe"]
   first, second = (models.pair(draft, task, 0.5) for draft in ("T5-small", "T5-base"))
   assert first.target.params is second.target.params and first.draft.name != second.draft.name
