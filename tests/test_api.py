@@ -82,8 +82,10 @@ def test_generate_returns_the_texts_of_the_target(batch_size=2):
 )
 @pytest.mark.parametrize(
   "setting",
-  [lambda: jax.enable_x64(True), lambda: jax.numpy_rank_promotion("raise")],
-  ids=["x64", "rank"],
+  [
+    pytest.param(lambda: jax.enable_x64(True), marks=pytest.mark.slow, id="x64"),
+    pytest.param(lambda: jax.numpy_rank_promotion("raise"), id="rank"),
+  ],
 )
 def test_outputs_do_not_depend_on_settings_of_jax(settings, setting):
   want = own_pair().generate(TEXTS, **settings, **SHORT)
