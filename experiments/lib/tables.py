@@ -23,6 +23,7 @@ RECORDS = {
   "reproduced": "paper.reproduce",
   "drafts": "drafts.drafts",
   "sizes": "sizes.sizes",
+  "code": "model_free_drafts.given_outputs",
   "layers": "methods.search_layers",
   "beams": "beams.beams",
   "throughput": "throughput.throughput",

@@ -16,7 +16,7 @@ import numpy as np
 from flax import struct
 from jax import Array
 
-from experiments.lib.records import models_text
+from experiments.lib.records import measured_with, models_text
 from specdec_jax import theory
 from specdec_jax.core.arrays import gather
 from specdec_jax.core.counts import acceptance_by_position, acceptance_rate, num_rounds, num_tokens
@@ -233,3 +233,21 @@ def given_outputs_table(measured: Sequence[Record], paper: Mapping[str, float]) 
   title = f"{models_text(first, draft=False)}, {first.outputs.num_tokens} tokens, temperature 0"
   columns = "draft", "alpha", "paper", *(f"gamma {gamma}" for gamma in gammas)
   return Table(title, columns, tuple(rows), (), GIVEN_OUTPUTS_LEGEND)
+
+
+def code_table(measured: Sequence[Record]) -> Table:
+  """Return tokens per round with each gamma, with one row per task and draft."""
+  gammas = sorted({r.settings.gamma for r in measured})
+  found: dict[tuple[str, str], list[Record]] = {}
+  for r in measured:
+    found.setdefault((r.settings.task or "", r.models.draft), []).append(r)
+  rows = []
+  for (task, draft), of in found.items():
+    lengths = {r.settings.gamma: f"{r.outputs.tokens_per_round:.2f}" for r in of}
+    first = of[0].outputs
+    alpha = f"{first.alpha:.2f} [{first.alpha_low:.2f},{first.alpha_high:.2f}]"
+    cells = task, draft, f"{first.num_tokens}", alpha
+    rows.append((*cells, *(lengths.get(gamma, MISSING) for gamma in gammas)))
+  columns = "task", "draft", "tokens", "alpha", *(f"gamma {gamma}" for gamma in gammas)
+  title = "Tokens per target forward pass on code and JSON, temperature 0"
+  return Table(title, columns, tuple(rows), (measured_with(measured),))
