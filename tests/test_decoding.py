@@ -14,6 +14,7 @@ import pytest
 import tiny
 from tiny import autoregressive_decode, speculative_decode
 
+from specdec_jax.core.arrays import switch
 from specdec_jax.core.decode import (
   Decoder,
   DecodeState,
@@ -420,3 +421,19 @@ def test_calls_of_one_shape_compile_once():
 def test_gamma_below_1_is_rejected(gamma):
   with pytest.raises(ValueError, match=f"gamma is {gamma}"):
     ModelDraft(TARGET, GREEDY, chain(gamma))
+
+
+@pytest.mark.parametrize("backend", ["cpu", "gpu"])
+def test_switch_runs_one_branch(monkeypatch, backend):
+  monkeypatch.setattr(jax, "default_backend", lambda: backend)
+
+  def branch(number, state):
+    return state["x"].sum() + number, {"x": state["x"] * number}
+
+  branches = [functools.partial(branch, number) for number in (2.0, 3.0, 5.0)]
+  for index, number in enumerate((2.0, 3.0, 5.0)):
+    found = jax.jit(functools.partial(switch, branches=branches))(
+      jnp.asarray(index), state={"x": jnp.ones(4)}
+    )
+    result, state = found
+    assert result == 4 + number and (state["x"] == number).all()
