@@ -31,18 +31,21 @@ COMPILED = "compiled for TPU v4"
 WEIGHTS = "needs weights"
 WEIGHTS_AND_TPU = "needs weights and a TPU"
 
-# The paper's M_p -> file of the stand-in's records in `experiments`, and names of its drafts there.
-_ENDE = {"unigram": "unigram", "bigram": "bigram", "t5-small": "draft"}
-_STAND_INS: dict[str, tuple[str, dict[str, str]]] = {
-  "T5-XXL (EnDe)": ("table3/results.jsonl", _ENDE),
-  "T5-XXL (CNNDM)": (
-    "model_free_drafts/results.jsonl",
-    {"unigram": "unigram", "bigram": "bigram"},
-  ),
-  "GPT-like (97M)": (
-    "table3/gpt_like.jsonl",
-    {"unigram": "unigram", "bigram": "bigram", "gpt-like (6m)": "gpt_like_600k"},
-  ),
+_SIZES = "sizes/alphas.jsonl"
+_ENDE = {"unigram": "unigram", "bigram": "bigram", "t5-small": "draft"}  # stand-ins in Table 5
+# (The paper's M_p, M_q) -> file of the stand-in's records in `experiments`, and its name there.
+_STAND_INS = {
+  **{("T5-XXL (EnDe)", name): ("table3/results.jsonl", name) for name in ("unigram", "bigram")},
+  ("T5-XXL (EnDe)", "t5-small"): (_SIZES, "300k"),
+  ("T5-XXL (EnDe)", "t5-base"): (_SIZES, "900k"),
+  ("T5-XXL (EnDe)", "t5-large"): (_SIZES, "draft"),
+  **{
+    ("T5-XXL (CNNDM)", name): ("model_free_drafts/results.jsonl", name)
+    for name in ("unigram", "bigram")
+  },
+  ("GPT-like (97M)", "unigram"): ("table3/gpt_like.jsonl", "unigram"),
+  ("GPT-like (97M)", "bigram"): ("table3/gpt_like.jsonl", "bigram"),
+  ("GPT-like (97M)", "gpt-like (6m)"): ("table3/gpt_like.jsonl", "gpt_like_600k"),
 }
 _LENIENCE = "table5/results.jsonl"
 _REPRODUCTION = {
@@ -50,6 +53,8 @@ _REPRODUCTION = {
   "table3/gpt_like.jsonl": "the GPT-like pair: `experiments/table3/table3_gpt_like.gin`",
   "model_free_drafts/results.jsonl": "T5-11B's published outputs: "
   "`experiments/model_free_drafts/given_outputs.gin`",
+  _SIZES: "the bundled target and drafts of three sizes, captions: "
+  "`experiments/sizes/size_alphas.gin`",
   _LENIENCE: "the bundled target, captions: `experiments/table5/table5.gin`",
 }
 # Records of `specdec reproduce` with the paper's own models; there are none yet.
@@ -150,8 +155,7 @@ def _speeds(rows: Sequence[PaperRow], records, compiled_rows) -> Iterable[Claim]
 
 def _alphas(rows: Sequence[PaperRow], records) -> Iterable[Claim]:
   for row in rows:
-    file, drafts = _STAND_INS.get(row["m_p"], ("", {}))
-    draft = drafts.get(row["m_q"].casefold())
+    file, draft = _STAND_INS.get((row["m_p"], row["m_q"].casefold()), ("", None))
     record = _last_match(records.get(file, ()), draft, row["temperature"], 1.0)
     quantity = f"alpha; {row['m_p']}, {row['m_q']}"
     claim = _alpha_claim("3", quantity, row, records, record, file)
