@@ -144,12 +144,13 @@ def sizes_figure(records: Sequence[Record]):
       axes.plot([size.share for size in of], speeds, style, color=color, label=name)
     x, rows = _papers(temperature)
     axes.plot(x, [row["speed"] for row in rows], "x--", color="black", label="the paper, measured")
-    axes.axhline(1, color=figures.GREY, linewidth=0.8, linestyle=":")
     axes.set_title(f"temperature {temperature:g}", fontsize=figures.NORMAL)
+    axes.set_ylim(0, None)  # leaves room for the legend
   for axes in (first, *panels):
     axes.set_xscale("log")
     axes.set_xlabel("parameters of the draft / of the target", fontsize=figures.NORMAL)
-    axes.legend(fontsize=figures.SMALL, frameon=False)
+    place = "lower right" if axes is first else "lower left"
+    axes.legend(fontsize=figures.SMALL, frameon=False, loc=place)
   return figure
 
 
