@@ -73,6 +73,7 @@ def transformers(folder: pathlib.Path, assistant: bool = False) -> Engine:
 def ctranslate2_of(folder: pathlib.Path, compute_type: str = "float32") -> Engine:
   """Return CTranslate2 without beams."""
   transformers(folder)  # writes the target in the format of transformers
+  (folder / "converted").mkdir()
   ctranslate2._convert(str(folder / "target"), str(folder / "converted"))
   import ctranslate2 as library
 
