@@ -103,10 +103,11 @@ def sizes_table(records: Sequence[Record]) -> Table:
     "c and v: of the row's fastest gamma. Theorem 8: with the measured alpha and c, v = 1 and long "
     "texts. predicted: with v, prefill and the lengths of the texts. Each speed is that of the "
     "gamma beside it, the best of those measured.",
-    *map(best_sizes, [0.0, 1.0], [sizes, sizes]),
+    *(best_sizes(temperature, sizes) for temperature in (0.0, 1.0)),
     measured_with(records),
   ]
-  return Table("Sizes of the draft model", tuple(columns.split("|")), _split(rows), tuple(notes))
+  cells = tuple(tuple(row.split("|")) for row in rows)
+  return Table("Sizes of the draft model", tuple(columns.split("|")), cells, tuple(notes))
 
 
 def best_sizes(temperature: float, sizes: Sequence[Size]) -> str:
@@ -164,10 +165,6 @@ def _papers(temperature: float) -> tuple[list[float], list]:
 
 def _papers_size(name: str) -> float:
   return PAPERS_SIZES[name.partition(" (")[0]]
-
-
-def _split(rows: Sequence[str]) -> tuple[tuple[str, ...], ...]:
-  return tuple(tuple(row.split("|")) for row in rows)
 
 
 def main() -> None:

@@ -86,7 +86,8 @@ def switch(
   """Return the result and the new state of `branches[index](state)`, as `lax.switch` does.
 
   On a CPU, `lax.switch` copies a state that branches change in place, such as a cache, once into a
-  branch and once out of it. A loop with at most one iteration does not.
+  branch and once out of it. A loop with at most one iteration does not. A program that is compiled
+  on a CPU for another device has these loops, too.
   """
   if jax.default_backend() != "cpu":
     return lax.switch(index, branches, state)
