@@ -17,7 +17,6 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import Array
 from rich.console import Console
 from rich.text import Text
 
@@ -29,6 +28,7 @@ from specdec_jax.core.decode import Decoder, DecodeSettings, num_positions
 from specdec_jax.core.generation_config import DEFAULT_NEW_TOKENS, SETTINGS, GenerationConfig
 from specdec_jax.core.processors import ForcedPrefix, Processors
 from specdec_jax.core.rounds import Round, read_rounds, round_text
+from specdec_jax.core.sampling import sample_keys
 from specdec_jax.core.settings import HashableArray
 from specdec_jax.core.trees import AnyTree, DynamicTree, Tree, chain, given_tree
 from specdec_jax.core.types import AnyArray, AnyPair, DecodeResult, Rounds
@@ -719,19 +719,6 @@ def chosen_tree(
   return auto_tree(pair, texts, settings, tree == "auto", say)
 
 
-def sample_keys(seed: int, index: Sequence[int], count: int) -> Array:
-  """Return `count` keys for each of the texts with these indices; the first is as in `row_keys`."""
-
-  def fold_in(key: Array, numbers: Array) -> Array:
-    return jax.vmap(lambda number: jax.random.fold_in(key, number))(numbers)
-
-  keys = fold_in(jax.random.key(np.uint32(seed % 2**32)), jnp.asarray(index, jnp.int32))
-  if count == 1:
-    return keys
-  others = jax.vmap(lambda key: fold_in(key, jnp.arange(count)))
-  return others(keys).at[:, 0].set(keys).reshape(-1)
-
-
 def new_tokens(
   pair: AnyPair, config: GenerationConfig, prompt: AnyArray, num_forced: AnyArray | int = 0
 ) -> np.ndarray:
@@ -740,7 +727,7 @@ def new_tokens(
   The default limit is lowered to what the positions of the target hold. The last token of a text is
   not processed, so it needs no position.
   """
-  num_before = np.asarray(pair.target.model.prompt_tokens(jnp.asarray(prompt))[1]) + num_forced
+  num_before = np.asarray(_prompt_lengths(pair.target.model, prompt)) + num_forced
   limits = np.array(config.new_tokens(num_before.tolist()))
   most = num_positions(pair.target.model)
   if most is None:
@@ -789,6 +776,7 @@ def given_prompts(prompts: batching.PromptsFn, width: int) -> batching.PromptsFn
   return of_rows
 
 
+_prompt_lengths = jax.jit(lambda model, x: model.prompt_tokens(x)[1], static_argnums=0)
 _init = jax.jit(Decoder.init, static_argnames=("max_new_tokens", "num_samples"))
 _round = jax.jit(Decoder.round)
 

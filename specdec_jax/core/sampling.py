@@ -5,8 +5,9 @@ of the vocabulary.
 """
 
 import dataclasses
+import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -104,8 +105,23 @@ def split_keys(rng: Any, batch: int) -> Key[Array, " {batch}"]:
 
 def row_keys(seed: int, start: int | np.integer, count: int) -> Key[Array, " {count}"]:
   """Return the keys of texts `start` to `start + count - 1`, made from their indices and `seed`."""
-  key = jax.random.key(np.uint32(seed % 2**32))  # the same with `jax_enable_x64`
-  return jax.vmap(lambda row: jax.random.fold_in(key, row))(jnp.arange(start, start + count))
+  return sample_keys(seed, np.arange(start, start + count), 1)
+
+
+def sample_keys(seed: int, index: Sequence[int] | np.ndarray, count: int) -> Key[Array, " rows"]:
+  """Return `count` keys for each of the texts with these indices; the first is as in `row_keys`."""
+  index = np.asarray(index, np.int32)
+  return _sample_keys(np.uint32(seed % 2**32), index, count)  # the same with `jax_enable_x64`
+
+
+@functools.partial(jax.jit, static_argnames="count")
+def _sample_keys(seed: Array, index: Array, count: int) -> Array:
+  fold_in = jax.vmap(jax.random.fold_in, (None, 0))
+  keys = fold_in(jax.random.key(seed), index)
+  if count == 1:
+    return keys
+  others = jax.vmap(fold_in, (0, None))(keys, jnp.arange(count))
+  return others.at[:, 0].set(keys).reshape(-1)
 
 
 def position_keys(rng: Keys, length: Int[Array, " B"], count: int) -> Key[Array, "B {count}"]:

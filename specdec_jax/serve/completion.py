@@ -20,6 +20,7 @@ from starlette.responses import JSONResponse, Response
 
 from specdec_jax.batching import Text
 from specdec_jax.core.counts import require_finite
+from specdec_jax.core.sampling import sample_keys
 from specdec_jax.core.types import DecodeResult
 from specdec_jax.data.vocabulary import padded
 from specdec_jax.errors import InputError
@@ -30,7 +31,6 @@ from specdec_jax.generate import (
   draft_tokens,
   generation_config,
   new_tokens,
-  sample_keys,
   text_of,
 )
 from specdec_jax.serve.engine import EngineStopped

@@ -25,6 +25,7 @@ from specdec_jax.core.context import Encoded, Prompt
 from specdec_jax.core.counts import require_finite
 from specdec_jax.core.decode import Decoder
 from specdec_jax.core.generation_config import SETTINGS
+from specdec_jax.core.sampling import sample_keys
 from specdec_jax.core.trees import given_tree
 from specdec_jax.core.types import AnyPair, DecodeResult
 from specdec_jax.data.vocabulary import padded
@@ -35,7 +36,6 @@ from specdec_jax.generate import (
   Output,
   draft_tokens,
   generation_config,
-  sample_keys,
   size_of_outputs,
   text_of,
   with_drafts,
