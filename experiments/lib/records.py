@@ -56,7 +56,8 @@ def lines(path: str | pathlib.Path) -> list[dict[str, Any]]:
 
 
 def measured_on(rows: Sequence[Mapping[str, Any]]) -> str:
-  """Return the processor, the commits and the date of rows of JSON."""
+  """Return the processors, the commits and the date of rows of JSON."""
   first, commits = rows[0], dict.fromkeys(row["commit"] or "unrecorded" for row in rows)
   name = "commit" if len(commits) == 1 else "commits"
-  return f"{first['processor']}, {name} {', '.join(commits)} of {str(first['date'])[:10]}."
+  processors = " and ".join(dict.fromkeys(row["processor"] for row in rows))
+  return f"{processors}, {name} {', '.join(commits)} of {str(first['date'])[:10]}."
