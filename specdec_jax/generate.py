@@ -619,15 +619,22 @@ class GenerateCall:
     if count == 1 < size < len(sources) and not forced:
       yield from self._decode_in_slots(sources, index, size, seed, drafts)
       return
-    for start in range(0, len(sources), size):
+
+    def started(start: int) -> tuple[int, DecodeResult]:
       batch = _Batch(self.pair, self.config, sources, forced, drafts, start, size, count)
       decoder = self.decoder((batch.forced_prefix,) if forced else ())
       given = [*index[start : start + size]]
       keys = sample_keys(seed, given + given[:1] * (size - len(given)), count)
       options: dict[str, Any] = {"num_samples": count} if count > 1 else {}
-      result = decoder.run(self.pair.params, batch.prompt, keys, **batch.options, **options)
+      return len(given), decoder.run(
+        self.pair.params, batch.prompt, keys, **batch.options, **options
+      )
+
+    # The device decodes the next batch while the host reads a result.
+    batches = itertools.chain(map(started, range(0, len(sources), size)), [None])
+    for (num_given, result), _ in itertools.pairwise(batches):
       result = require_finite(jax.device_get(result))
-      for row in range(len(given)):
+      for row in range(num_given):
         yield [self.output(result, row * count + i) for i in range(count)]
 
   def _decode_in_slots(

@@ -38,6 +38,7 @@ LINES = {
   "outputs": "exactness.outputs",
   "matmuls": "kernels.matmuls",
   "parity": "generate.compare",
+  "calls": "generate.calls",
   "bleu": "multi30k_ende.quantized",
   "processors": "processors.processors",
   "gpu-times": "gpu.predict",  # compiled programs
