@@ -620,18 +620,16 @@ class GenerateCall:
       yield from self._decode_in_slots(sources, index, size, seed, drafts)
       return
 
-    def started(start: int) -> tuple[int, DecodeResult]:
+    def run(start: int) -> tuple[int, DecodeResult]:
       batch = _Batch(self.pair, self.config, sources, forced, drafts, start, size, count)
       decoder = self.decoder((batch.forced_prefix,) if forced else ())
       given = [*index[start : start + size]]
       keys = sample_keys(seed, given + given[:1] * (size - len(given)), count)
-      options: dict[str, Any] = {"num_samples": count} if count > 1 else {}
-      return len(given), decoder.run(
-        self.pair.params, batch.prompt, keys, **batch.options, **options
-      )
+      options = batch.options | ({"num_samples": count} if count > 1 else {})
+      return len(given), decoder.run(self.pair.params, batch.prompt, keys, **options)
 
     # The device decodes the next batch while the host reads a result.
-    batches = itertools.chain(map(started, range(0, len(sources), size)), [None])
+    batches: Any = itertools.chain(map(run, range(0, len(sources), size)), [None])
     for (num_given, result), _ in itertools.pairwise(batches):
       result = require_finite(jax.device_get(result))
       for row in range(num_given):
