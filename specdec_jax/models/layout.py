@@ -193,14 +193,16 @@ class Layout:
     # XLA for GPUs fuses reductions, but not matmuls, with the rest of attention.
     reduces = self.kernels == "gpu" and 1 < grouped.shape[2] <= gpu.MAX_REDUCED_ROWS
     if reduces:
-      logits = (grouped[:, :, :, None] * keys[:, :, None]).sum(axis=-1)
+      products = keys[:, :, None] * grouped[:, :, :, None]
+      logits = gpu.attention_sum(products, 4, self.fused)
     else:
       logits = jnp.einsum("bgqd,bgtd->bgqt", grouped, keys)
     logits = soft_cap(logits.reshape(batch, heads, block, -1), cap)
     weights = nn.softmax(logits + bias.astype(logits.dtype))
     weights = dropout(weights).reshape(*grouped.shape[:3], -1)
     if reduces:
-      mixed = (weights[..., None] * values[:, :, None]).sum(axis=3).swapaxes(1, 2)
+      products = values[:, :, None] * weights[..., None]
+      mixed = gpu.attention_sum(products, 3, self.fused).swapaxes(1, 2)
     else:
       mixed = jnp.einsum("bgqt,bgtd->bqgd", weights, values)  # [B, R * K, G, D]
     mixed = mixed.reshape(batch, -1, block, keys.shape[1], dim).transpose(0, 2, 3, 1, 4)

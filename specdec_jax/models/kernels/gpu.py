@@ -10,10 +10,11 @@ adjacent. Large ones are not, except in int4: on an H100, XLA reads them faster 
 
 import math
 import operator
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import jax.numpy as jnp
 from jax import Array, lax
+from jax.experimental.layout import Layout, with_layout_constraint
 from jaxtyping import Float, Shaped
 
 from specdec_jax.core.arrays import expanded
@@ -81,6 +82,22 @@ def matmul(
     product = jnp.matmul(x, matrix.astype(dtype), preferred_element_type=jnp.float32)
   product = (product * factor).astype(dtype_of_result)
   return product if residual is None else residual + product
+
+
+def attention_sum(
+  products: Float[Array, "B G R T D"], axis: Literal[3, 4], fused: bool
+) -> Float[Array, "B G R sums"]:
+  """Return the sum over T (axis 3) or D (axis 4), computed in float32.
+
+  XLA would make this axis adjacent in memory, and the threads of a GPU would then exchange the
+  terms of each sum. With the other axis adjacent, a thread adds the terms of its own sums.
+  Unless the parameters are `fused`, heads may be sharded, and XLA would gather what it constrains.
+  """
+  terms = products.astype(jnp.float32)
+  if fused:
+    order = (0, 1, 2, 3, 4) if axis == 3 else (0, 1, 2, 4, 3)
+    terms = with_layout_constraint(terms, Layout(order))
+  return terms.sum(axis).astype(products.dtype)
 
 
 def _add(a: Any, b: Any) -> Any:
