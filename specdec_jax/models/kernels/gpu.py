@@ -90,11 +90,12 @@ def attention_sum(
   """Return the sum over T (axis 3) or D (axis 4), computed in float32.
 
   XLA would make this axis adjacent in memory, and the threads of a GPU would then exchange the
-  terms of each sum. With the other axis adjacent, a thread adds the terms of its own sums.
-  Unless the parameters are `fused`, heads may be sharded, and XLA would gather what it constrains.
+  terms of each sum. With the other axis adjacent, a thread adds the terms of its own sums. XLA
+  gathers sharded arrays whose layout is constrained: those of several texts, or of heads unless
+  the parameters are `fused`.
   """
   terms = products.astype(jnp.float32)
-  if fused:
+  if fused and len(products) == 1:
     order = (0, 1, 2, 3, 4) if axis == 3 else (0, 1, 2, 4, 3)
     terms = with_layout_constraint(terms, Layout(order))
   return terms.sum(axis).astype(products.dtype)
