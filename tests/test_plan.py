@@ -38,7 +38,7 @@ def test_work_of_all_layers_is_computed_from_that_of_few(kind):
 class Linear:
   """Work of a target of 2e9 bytes and a draft of a fiftieth."""
 
-  pair = plan.PairShapes(t5_config("xxl"), None, 0, 0)
+  pair = plan.PairShapes(t5_config("xxl"), None, 10, 30)
 
   def __call__(self, batch, gamma):
     step = np.array([[2e9, 2e9 * batch], [1e6 * batch, 1e6 * batch]])
@@ -47,10 +47,14 @@ class Linear:
 
 
 def test_times_memory_and_speedups_follow_from_the_work():
-  device = plan.Device(memory_gb=3, gb_per_s=1000, tflops=100, share=0.5, fixed_us=1)
-  each = plan.Plan(Linear(), device, 1)
-  kernels = sum(plan.pass_kernels(Linear.pair.target, 1, 4).values()) + plan.ROUND_KERNELS
-  assert each.target_s(4) == pytest.approx(2.001 / 500 + 8.004e9 / 1e14 + 1e-6 * kernels)
+  times = plan.KernelTimes(share=0.5, fixed_us=1, query_us=10)
+  device = plan.Device(memory_gb=3, gb_per_s=1000, tflops=100, times=times)
+  each, kernels = plan.Plan(Linear(), device, 1), plan.pass_kernels(Linear.pair.target, 1, 4)
+  us = sum(kernels.values()) + plan.ROUND_KERNELS + 10 * 64 * 4 * kernels["attention"]
+  assert each.target_s(4) == pytest.approx(2.001 / 500 + 8.004e9 / 1e14 + 1e-6 * us)
+  two = plan.Plan(Linear(), device, 2)  # writes copy 30 of 40 slots
+  us += 2 * 0.75 * 2e6 / 500e3
+  assert two.target_s(4) == pytest.approx(2.002 / 500 + 2 * 8.004e9 / 1e14 + 1e-6 * us)
   assert each.draft_s(3) == pytest.approx(0.06 * (2.001 / 500 + 2.001e9 / 1e14))
   assert each.memory_gb == pytest.approx(2.001) and each.fits
   assert not plan.Plan(Linear(), device, 800).fits

@@ -1,19 +1,21 @@
 """Count the kernels of a program that is compiled for a GPU, and predict its time from their bytes.
 
-A GPU runs a program as a sequence of kernels. Each takes a fixed time, or that of its bytes if this
-is longer. The optimized HLO text lists the kernels; no program is run.
+The optimized HLO text lists the kernels; no program is run. `specdec_jax.measure.kernel_times` has
+the model of their times.
 """
 
 import collections
 import math
 import re
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 from experiments.tpu_v4.compile import Programs
 from experiments.tpu_v4.examine import LOOPS
 from experiments.tpu_v4.hlo import Computations, Instruction, parse, trip_count
+from specdec_jax.measure.kernel_times import GPU_TIMES, KernelWork
+from specdec_jax.measure.plan import DEVICES
 from specdec_jax.measure.tables import Table
 
 # Instructions that name a value, or that other instructions have counted.
@@ -36,31 +38,37 @@ class Kernel(NamedTuple):
       several kernels of the kind 'matmul'.
     num_bytes: bytes that the kernel has to read and write. Of an operand that is only sliced or
       indexed, the part that is taken counts; of an array that is updated in place, the update.
+    queries: queries of all heads, if it computes a whole attention by reductions; otherwise 0.
+    transposed: whether it is a matmul with a large matrix that is stored transposed.
   """
 
   part: str
   kind: str
   num_bytes: int
+  queries: int = 0
+  transposed: bool = False
 
 
 Kernels = Mapping[Kernel, float]  # -> how often it runs
 
 
-class Model(NamedTuple):
-  """Time of a kernel: max(`fixed_us`, bytes / bandwidth)."""
+def work_of(kernels: Kernels) -> KernelWork:
+  """Return what kernels do."""
 
-  fixed_us: float
-  gb_per_s: float
+  def total(of: Callable[[Kernel], float]) -> float:
+    return math.fsum(n * of(kernel) for kernel, n in kernels.items())
 
-  def us(self, kernels: Kernels) -> float:
-    """Return the microseconds that kernels take."""
-    return math.fsum(
-      n * max(self.fixed_us, k.num_bytes / self.gb_per_s / 1e3) for k, n in kernels.items()
-    )
+  return KernelWork(
+    total(lambda kernel: kernel.num_bytes),
+    total(lambda kernel: kernel.num_bytes * kernel.transposed),
+    total(lambda kernel: 1),
+    total(lambda kernel: kernel.queries),
+  )
 
 
-# Fitted to a step and a round of T5-XXL on an H100 (experiments/gpu/README.md).
-H100 = Model(1.66, 3030)
+def predicted_us(kernels: Kernels) -> float:
+  """Return the predicted microseconds of kernels on an H100."""
+  return GPU_TIMES.us(work_of(kernels), DEVICES["h100"].gb_per_s)
 
 
 def report(programs: Programs) -> dict[str, Any]:
@@ -83,7 +91,7 @@ def report(programs: Programs) -> dict[str, Any]:
       "temporaries": memory.temp_size_in_bytes,
       "bytes": num_bytes(found),
       "kernels": {kind: sum(of_kind.values()) for kind, of_kind in by_kind(found).items()},
-      "us": {part: round(H100.us(of_part), 1) for part, of_part in by_part(found).items()},
+      "us": {part: round(predicted_us(of_part), 1) for part, of_part in by_part(found).items()},
       "seconds": round(time.perf_counter() - started, 1),
     }
   return {"programs": reports}
@@ -102,21 +110,10 @@ def report_table(report: dict[str, Any], title: str) -> Table:
   notes = (
     "No program was run. Kernels of one run, those of each draft step included, and the bytes that "
     "they read and write.",
-    f"ms: a kernel takes {H100.fixed_us:g} us, or bytes / {H100.gb_per_s:g} GB/s if longer.",
+    "ms: by `specdec_jax.measure.kernel_times`, without the time of queries of attention.",
   )
   times = ("ms", *(f"{part} us" for part in PARTS), "compiled s")
   return Table(title, (*columns, *times), tuple(rows), notes)
-
-
-def fitted(measured_us: Iterable[tuple[Kernels, float]]) -> Model:
-  """Return the model with the smallest squared relative error for programs of measured times."""
-  programs = [*measured_us]
-
-  def error(model: Model) -> float:
-    return sum((model.us(kernels) / us - 1) ** 2 for kernels, us in programs)
-
-  grid = (Model(f / 100, b) for f in range(50, 301, 2) for b in range(2000, 3360, 10))
-  return min(grid, key=error)
 
 
 def kernels(hlo: str) -> collections.Counter[Kernel]:

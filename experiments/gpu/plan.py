@@ -7,8 +7,10 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from experiments.gpu.predict import COMPILED, SETTINGS, SOURCE_TOKENS, Setting, kernels_of
-from experiments.lib.records import lines
+from experiments.gpu.fit import BEFORE, is_xla, name_of, program_of, programs_of
+from experiments.gpu.kernels import work_of
+from experiments.gpu.predict import SOURCE_TOKENS
+from specdec_jax.measure.kernel_times import KernelWork
 from specdec_jax.measure.plan import CPU_TFLOPS, DEVICES, Counts, Device, PairShapes, Plan
 from specdec_jax.measure.records import Record
 from specdec_jax.measure.tables import Table
@@ -16,8 +18,6 @@ from specdec_jax.models.layout import Layout
 from specdec_jax.models.sizes import t5_config
 
 Line = dict[str, Any]  # a line of measured.jsonl or measured_gpu.jsonl
-PARTS = "speed", "xla", "reduced", "batches"
-BEFORE = "8ecd799"  # commit of programs with twice as many kernels
 
 
 @functools.cache
@@ -32,89 +32,59 @@ def counts_of(
   return Counts(PairShapes(t5_config(target, **options), small, source, new_tokens))
 
 
-def planned(line: Line, device: Device = DEVICES["h100"]) -> tuple[float, float] | None:
-  """Return the predicted ms of a measured step or round, and its kernels, or None.
+def planned(line: Line) -> tuple[float, float] | None:
+  """Return the predicted ms of a measured step or round on an H100, and its kernels, or None.
 
-  Kernels are those of `specdec plan`, or those that XLA compiled for the programs before.
+  Kernels are those of `specdec plan`, or those that XLA compiled for programs with more of them.
   """
-  gamma, batch, null = line["gamma"], line["batch_size"], line["null"]
+  if "gamma" not in line or line.get("flags"):
+    return None
+  if (found := program_of(line)) is None and is_xla(line):
+    return None
+  gamma, batch, device = line["gamma"], line["batch_size"], DEVICES["h100"]
   counts = counts_of(line["target"], line["draft"], SOURCE_TOKENS, line["max_new_tokens"])
   plan = Plan(counts, device, batch)
   tokens = line["nodes"] or gamma + 1
-  work = counts(batch, tokens - 1).target
-  kernels = plan.target_kernels(tokens)
-  if gamma and not null:
+  work, kernels = counts(batch, tokens - 1).target, plan.target_kernels(tokens)
+  # The target's matrices were stored transposed.
+  transposed = KernelWork(0, 0 if is_xla(line) else work[0, 0])
+  if gamma and not line["null"]:
     work = work + counts(batch, gamma).draft
-    kernels += plan.draft_kernels(gamma)
-  if line["commit"] == BEFORE or line.get("kernels") == "xla":
-    name = "verify" if null else "round" if gamma else "plain step"
-    shape = dict(batch_size=batch, max_new_tokens=line["max_new_tokens"])
-    setting = Setting(name, gamma=gamma or 5, **shape)
-    if setting not in SETTINGS or line["nodes"]:
-      return None
-    kernels = sum(kernels_of(lines(COMPILED), setting).values())
-  return 1e3 * plan.seconds(work, kernels), kernels
-
-
-def fitted(measured: Sequence[Line]) -> tuple[float, float]:
-  """Return the share of the bandwidth and the microseconds per kernel that fit two measured rows.
-
-  These are the first rows: a step and a round.
-  """
-  rows, targets = [], []
-  for line in measured[:2]:
-    # A device without limits; with its bandwidth; and with a microsecond per kernel.
-    units: Any = dict(share=np.inf, fixed_us=0.0), dict(share=1.0, fixed_us=0.0)
-    units += (dict(share=np.inf, fixed_us=1.0),)
-    none, full, fixed = (planned(line, DEVICES["h100"]._replace(**unit))[0] for unit in units)
-    rows.append((full - none, fixed - none))
-    targets.append(line["round_ms"] - none)
-  inverse, fixed_us = np.linalg.solve(rows, targets)
-  return float(1 / inverse), float(fixed_us)
+    kernels = kernels + plan.draft_kernels(gamma)
+  if found is not None and is_xla(line):
+    kernels = np.array(work_of(found)[2:])
+  us = 1e6 * plan.seconds(work, kernels) + device.times.us(transposed, device.gb_per_s)
+  return us / 1e3, kernels[0]
 
 
 def gpu_plan_table(measured: Sequence[Line]) -> Table:
   """Return a table of predicted and measured times of steps and rounds on an H100."""
   rows, errors = [], []
-  for i, line in enumerate(measured):
-    if line["part"] not in PARTS or line["part"] != "reduced" and line.get("flags"):
-      continue
+  for line in measured:
     if (found := planned(line)) is None:
       continue
-    error = found[0] / line["round_ms"] - 1
-    errors += [] if i < 2 else [abs(error)]
-    shape = f"tree of {line['nodes']}" if line["nodes"] else f"gamma {line['gamma']}"
-    name = "step" if not line["gamma"] else shape + ", without drafting" * line["null"]
-    programs = "before" if line["commit"] == BEFORE else line["part"].replace("speed", "gpu")
+    errors.append(100 * (found[0] / line["round_ms"] - 1))
     rows.append(
       (
-        name,
+        name_of(line),
         f"{line['batch_size']}",
         f"{line['temperature']:g}",
-        programs,
+        programs_of(line),
         f"{found[1]:.0f}",
         f"{found[0]:.2f}",
         f"{line['round_ms']:.2f}",
-        "fitted" if i < 2 else f"{100 * error:+.1f}%",
+        f"{errors[-1]:+.1f}%",
       )
     )
-  columns = (
-    "program",
-    "batch",
-    "temperature",
-    "kernels of",
-    "kernels",
-    "predicted ms",
-    "measured ms",
-  )
+  columns = "program", "batch", "temperature", "kernels of", "kernels"
   notes = (
-    f"Mean and largest error of the rows that were not fitted: {100 * np.mean(errors):.1f}%, "
-    f"{100 * max(errors):.1f}%.",
-    "kernels of: gpu, programs with the kernels that `specdec plan` counts. before: those of "
-    f"commit {BEFORE}, and xla: with kernels='xla'; these are counted in compiled programs. "
-    "reduced: REDUCED = 20M. Rows with flags of XLA are left out.",
+    f"Mean and largest error: {np.mean(np.abs(errors)):.1f}%, {max(np.abs(errors)):.1f}%.",
+    "kernels of: gpu, programs with the kernels that `specdec plan` counts, which stored all "
+    f"matrices of the target transposed. before: those of commit {BEFORE}, and xla: with "
+    "kernels='xla'; these are counted in compiled programs.",
   )
-  return Table("Planned and measured on an H100", (*columns, "error"), tuple(rows), notes)
+  columns = *columns, "predicted ms", "measured ms", "error"
+  return Table("Planned and measured on an H100", columns, tuple(rows), notes)
 
 
 def cpu_plan_table(records: Sequence[Record]) -> Table:

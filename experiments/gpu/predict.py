@@ -3,13 +3,12 @@
   pip install -e '.[gpu-compiler]'
   python -m experiments.gpu.predict experiments/gpu/compiled_gpu.jsonl --format markdown
 
-`compiled.jsonl` has the programs of commit 8ecd799, which was measured.
-
-The model of a kernel's time has two numbers, which are fitted to two measured times: those of a
-step and of a round at batch 1 (`measured.jsonl`).
+`compiled.jsonl` has the programs of commit 8ecd799, which was measured. `experiments.gpu.fit` fits
+the model of their times.
 """
 
 import argparse
+import collections
 import dataclasses
 import importlib.metadata
 import json
@@ -17,22 +16,21 @@ import pathlib
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from experiments.gpu.kernels import (
-  H100,
   KINDS,
   Kernel,
   Kernels,
-  Model,
   by_kind,
   by_part,
-  fitted,
   kernels,
   num_bytes,
+  predicted_us,
 )
 from experiments.lib import script
 from experiments.lib.formats import render
@@ -44,9 +42,13 @@ from specdec_jax.core import memory
 from specdec_jax.core.sampling import Sampling
 from specdec_jax.core.trees import AnyTree, DynamicTree
 from specdec_jax.drafts.heads import AnyConfig, DraftHead, new_head
+from specdec_jax.drafts.heads.stateless import WIDTH
+from specdec_jax.measure.kernel_times import GPU_TIMES, KernelWork
 from specdec_jax.measure.machine import commit
-from specdec_jax.measure.plan import param_structs
+from specdec_jax.measure.plan import DEVICES, param_structs
+from specdec_jax.measure.plan import RANKS as SHARES
 from specdec_jax.measure.tables import Table, number_text
+from specdec_jax.models.kernels import gpu
 from specdec_jax.models.layout import Layout
 from specdec_jax.models.sizes import t5_config
 from specdec_jax.registry import HEADS
@@ -55,11 +57,15 @@ TOPOLOGY = "h100:1"
 TARGET = "xxl"
 MEASURED = pathlib.Path(__file__).with_name("measured.jsonl")
 MEASURED_GPU = MEASURED.with_name("measured_gpu.jsonl")  # with kernels 'gpu'
-COMPILED = pathlib.Path(__file__).with_name("compiled.jsonl")
+COMPILED = MEASURED.with_name("compiled.jsonl")
+COMPILED_GPU = MEASURED.with_name("compiled_gpu.jsonl")
+ACCEPTANCE = MEASURED.with_name("acceptance.jsonl")  # of the head 'features'
+HEADS_MEASURED = MEASURED.parents[1] / "methods/results.jsonl"
 # As measured: a source of about 35 tokens, padded to a multiple of 8.
 SOURCE_TOKENS = 40
 RANKS = (0.75, 0.11, 0.04, 0.02, 0.01)  # of children; the defaults of `experiments.tpu_v4.report`
-ALPHA, MAX_GAMMA = 0.75, 12
+ALPHA, MAX_GAMMA, TOP_K = 0.75, 12, 40
+REDUCED = 20_000_000  # of the measured rows 'reduced'
 
 Line = dict[str, Any]  # a line of the file of compiled programs
 
@@ -73,7 +79,9 @@ class Setting:
     draft: a size of T5 1.1, such as 'small'; 'base, 2 layers' for a decoder of fewer layers; or a
       kind of head, such as 'parallel', of width 1024.
     gamma: draft tokens per round, or the depth of a tree.
-    nodes: nodes of a tree; 0 for a chain. The tree of a head is dynamic.
+    nodes: nodes of a tree; 0 for a chain. The tree of a head is dynamic, unless it is `static`.
+    temperature: 0, or 1 with top-k 40, as measured.
+    reduced: `REDUCED` of `models.kernels.gpu`, if it differs.
   """
 
   program: str
@@ -85,6 +93,8 @@ class Setting:
   temperature: float = 0.0
   dtype: str = "bfloat16"
   weights: str = "float"
+  static: bool = False
+  reduced: int | None = None
 
 
 _STEPS = [
@@ -102,19 +112,30 @@ _DRAFTS = [
   *(Setting("drafting", draft) for draft in _HEADS),
 ]
 _TREES = [Setting("verify", gamma=8, nodes=nodes) for nodes in (16, 32, 64)]
-_DYNAMIC = [
-  Setting(program, "parallel", 8, nodes)
-  for nodes in (16, 32, 64)
-  for program in ("drafting", "round")
-]
 _SIZES = [*(Setting("draft step", size) for size in ("small", "base", "large", "xl")), _STEPS[0]]
 _PROGRAMS = "plain step", "verify", "draft step", "round"
 _WEIGHTS = {
   weights: [Setting(program, weights=weights) for program in _PROGRAMS]
   for weights in ("float", "int8", "int4")
 }
-SETTINGS = [*_STEPS, *_ROUNDS, *_PARTS, *_DRAFTS, *_TREES, *_DYNAMIC, _SIZES[-2]]
-FORMATS = _WEIGHTS["int8"] + _WEIGHTS["int4"]
+SETTINGS = [*_STEPS, *_ROUNDS, *_PARTS, *_DRAFTS, *_TREES, _SIZES[-2]]
+# Other measured programs, and rounds with trees of heads.
+_MEASURED = [
+  *(Setting("round", gamma=gamma) for gamma in (3, 7)),
+  *(Setting(program, temperature=1.0) for program in ("plain step", "round")),
+]
+_HEAD_TREES = [
+  Setting("round", head, 8, nodes, static=static)
+  for head in ("parallel", "features")
+  for static in (False, True)
+  for nodes in (16, 32, 64)
+]
+GPU_SETTINGS = [*SETTINGS, *_WEIGHTS["int8"], *_WEIGHTS["int4"], *_MEASURED, *_HEAD_TREES[:3]]
+NOT_COMPILED = [
+  *_HEAD_TREES[3:],
+  Setting("round", gamma=8, nodes=64),
+  *(Setting(program, reduced=REDUCED) for program in ("plain step", "round")),
+]
 
 
 def compiled_kernels(setting: Setting, config_kernels: str = "gpu") -> Kernels:
@@ -125,19 +146,17 @@ def compiled_kernels(setting: Setting, config_kernels: str = "gpu") -> Kernels:
   if not isinstance(draft, DraftHead):
     draft = draft.with_layout(kernels=config_kernels)
   tree: int | AnyTree = setting.gamma
-  if setting.nodes:
-    dynamic = DynamicTree(setting.nodes - 1, setting.gamma)
-    tree = (
-      dynamic
-      if isinstance(draft, DraftHead)
-      else theory.best_tree(RANKS, setting.nodes, setting.gamma)
-    )
+  if setting.nodes and isinstance(draft, DraftHead) and not setting.static:
+    tree = DynamicTree(setting.nodes - 1, setting.gamma)
+  elif setting.nodes:
+    tree = theory.best_tree(RANKS, setting.nodes, setting.gamma)
+  sampling = Sampling(setting.temperature, TOP_K if setting.temperature else 0)
   settings = compiler.CompileSettings(
-    tree, setting.batch_size, SOURCE_TOKENS, setting.max_new_tokens, Sampling(setting.temperature)
+    tree, setting.batch_size, SOURCE_TOKENS, setting.max_new_tokens, sampling
   )
-
-  programs = compiler.programs(target, draft, devices, settings)
-  return kernels(programs[setting.program]().compile().as_text() or "")
+  with mock.patch.object(gpu, "REDUCED", setting.reduced or gpu.REDUCED):
+    programs = compiler.programs(target, draft, devices, settings)
+    return kernels(programs[setting.program]().compile().as_text() or "")
 
 
 def compile_missing(
@@ -150,13 +169,13 @@ def compile_missing(
   """
   found = lines(path) if path.exists() else []
   for setting in settings:
-    if any(_is_of(line, setting) for line in found):
+    if any(is_of(line, setting) for line in found):
       continue
     started = time.perf_counter()
     counted = compiled_kernels(setting, config_kernels)
     line = {
       **dataclasses.asdict(setting),
-      "kernels": sorted([*kernel, n] for kernel, n in counted.items()),
+      "kernels": sorted([*kernel[:3], n] for kernel, n in counted.items()),
       "seconds": round(time.perf_counter() - started, 1),
       "date": time.strftime("%Y-%m-%d", time.gmtime()),
       "commit": commit(),
@@ -168,61 +187,36 @@ def compile_missing(
   return found
 
 
-def kernels_of(compiled: Sequence[Line], setting: Setting) -> Kernels:
-  """Return the kernels of a setting in lines of a file; the last line counts."""
-  line = [each for each in compiled if _is_of(each, setting)][-1]
-  return {Kernel(part, kind, num_bytes): n for part, kind, num_bytes, n in line["kernels"]}
+def kernels_of(
+  compiled: Sequence[Line], setting: Setting, transposed: bool = False, xla: bool = False
+) -> Kernels:
+  """Return the kernels of a setting in lines of a file; the last line counts.
 
-
-def model_of_measurements(compiled: Sequence[Line]) -> Model:
-  """Return the model that is fitted to the measured step and round at batch 1."""
-  times = measured_us()
-  return fitted((kernels_of(compiled, s), times[s]) for s in (_STEPS[0], _ROUNDS[0]))
-
-
-def measured_us() -> dict[Setting, float]:
-  """Return the measured microseconds of steps and rounds, with the default flags of XLA."""
-  times: dict[Setting, float] = {}
-  for setting in (*_STEPS, *_ROUNDS):
-    gamma = setting.gamma if setting.program == "round" else 0
-    shape = dict(gamma=gamma, batch_size=setting.batch_size, flags=None, null=False)
-    shape |= dict(max_new_tokens=setting.max_new_tokens, temperature=0.0)
-    (line,) = (line for line in lines(MEASURED) if shape.items() <= line.items())
-    times[setting] = 1e3 * line["round_ms"]
-  return times
+  Args:
+    compiled: lines of the file.
+    setting: the program.
+    transposed: whether large matrices are stored transposed, as at commit 2f29bccccd. A reduction
+      over a matrix of up to REDUCED entries is as fast as over one that is not transposed.
+    xla: whether the kernels are those for TPUs, whose attention has no time per query.
+  """
+  line = [each for each in compiled if is_of(each, setting)][-1]
+  target = _t5(TARGET, setting)
+  rows = dict(target=1 if "step" in setting.program else setting.nodes or setting.gamma + 1)
+  is_dynamic = setting.draft in HEADS and not setting.static
+  rows["draft"] = max(1, WIDTH if setting.nodes and is_dynamic else setting.nodes // setting.gamma)
+  heads = dict(target=target.num_heads, draft=_draft(setting, target).num_heads)
+  found: collections.Counter[Kernel] = collections.Counter()
+  for part, kind, size, n in line["kernels"]:
+    queries = 0
+    if kind == "attention" and not xla and part in rows and rows[part] <= gpu.MAX_REDUCED_ROWS:
+      queries = rows[part] * heads[part]
+    largest = setting.reduced if setting.reduced and rows.get(part) == 1 else gpu.REDUCED
+    is_transposed = transposed and kind == "matmul" and size > 2 * largest  # in bfloat16
+    found[Kernel(part, kind, size, queries, is_transposed)] += n
+  return found
 
 
 # Tables.
-
-
-def gpu_times_table(compiled: Sequence[Line]) -> Table:
-  """Return a table of predicted and measured times of steps and rounds."""
-  rows: list[tuple[str, ...]] = []
-  times = measured_us()
-  for setting in (*_STEPS, *_ROUNDS):
-    found = kernels_of(compiled, setting)
-    us, kinds = H100.us(found), by_kind(found)
-    name = f"round, gamma {setting.gamma}" if setting.program == "round" else "step"
-    rows.append(
-      (
-        name,
-        f"{setting.batch_size}",
-        f"{sum(found.values()):.0f}",
-        *(f"{sum(kinds[kind].values()):.0f}" for kind in KINDS),
-        f"{num_bytes(found) / 1e9:.2f}",
-        f"{us / 1e3:.2f}",
-        f"{times[setting] / 1e3:.2f}",
-        f"{100 * (us / times[setting] - 1):+.1f}%",
-      )
-    )
-  columns = "program", "batch", "kernels", *KINDS, "GB", "predicted ms", "measured ms", "difference"
-  notes = (
-    f"A kernel takes max({H100.fixed_us:g} us, bytes / {H100.gb_per_s:g} GB/s). Both numbers are "
-    "fitted to the step and the round at batch 1; the other rows are predictions.",
-    "Kernels of a step or a round, each draft step of a round included. GB: bytes that the kernels "
-    "read and write.",
-  )
-  return Table("Kernels and times", columns, tuple(rows), notes)
 
 
 def gpu_parts_table(compiled: Sequence[Line]) -> Table:
@@ -232,8 +226,8 @@ def gpu_parts_table(compiled: Sequence[Line]) -> Table:
   for part, of_part in {**by_part(found), "all": found}.items():
     kinds, cells = by_kind(of_part), []
     for of_kind in (of_part, *(kinds[kind] for kind in KINDS)):
-      cells.append(f"{H100.us(of_kind):.0f} ({sum(of_kind.values()):.0f})")
-    at_bandwidth = num_bytes(of_part) / H100.gb_per_s / 1e3
+      cells.append(f"{predicted_us(of_kind):.0f} ({sum(of_kind.values()):.0f})")
+    at_bandwidth = GPU_TIMES.us(KernelWork(num_bytes(of_part)), DEVICES["h100"].gb_per_s)
     rows.append((part, *cells, f"{at_bandwidth:.0f}"))
   columns = "part", "all", *KINDS, "of bytes alone"
   notes = (
@@ -251,7 +245,7 @@ def gpu_drafts_table(compiled: Sequence[Line]) -> Table:
   for setting in _DRAFTS:
     found = kernels_of(compiled, setting)
     steps = setting.gamma if setting.program == "drafting" else 1
-    us, c = H100.us(found) / steps, _draft_cost(compiled, setting)
+    us, c = predicted_us(found) / steps, _draft_cost(compiled, setting)
     gamma, speed = _best_gamma(ALPHA, c, v_5)
     rows.append(
       (
@@ -294,13 +288,15 @@ def gpu_alphas_table(compiled: Sequence[Line]) -> Table:
 def _draft_cost(compiled: Sequence[Line], setting: Setting) -> float:
   """Return c: the predicted time of a draft token / that of a step."""
   steps = setting.gamma if setting.program == "drafting" else 1
-  us = H100.us(kernels_of(compiled, setting)) / steps
-  return us / H100.us(kernels_of(compiled, _STEPS[0]))
+  us = predicted_us(kernels_of(compiled, setting)) / steps
+  return us / predicted_us(kernels_of(compiled, _STEPS[0]))
 
 
 def _verify_cost(compiled: Sequence[Line]) -> float:
   """Return v(5): the predicted time of a target pass over six tokens / that of a decode step."""
-  return H100.us(kernels_of(compiled, _PARTS[1])) / H100.us(kernels_of(compiled, _PARTS[0]))
+  return predicted_us(kernels_of(compiled, _PARTS[1])) / predicted_us(
+    kernels_of(compiled, _PARTS[0])
+  )
 
 
 def _best_gamma(alpha: float, c: float, v: float) -> tuple[int, float]:
@@ -311,40 +307,90 @@ def _best_gamma(alpha: float, c: float, v: float) -> tuple[int, float]:
 
 
 def gpu_trees_table(compiled: Sequence[Line]) -> Table:
-  """Return a table of v for trees, and of rounds with a dynamic tree of a one-pass draft."""
-  step_us, decode_us = (H100.us(kernels_of(compiled, s)) for s in (_STEPS[0], _PARTS[0]))
-  rows = [("6, chain", *_cost(kernels_of(compiled, _PARTS[1]), decode_us), "-", "-", "-", "-")]
-  for nodes in (16, 32, 64):
-    verify = kernels_of(compiled, Setting("verify", gamma=8, nodes=nodes))
-    drafting, round_ = (
-      kernels_of(compiled, Setting(program, "parallel", 8, nodes))
-      for program in ("drafting", "round")
-    )
-    ratio = f"{H100.us(round_) / step_us:.3f}"
-    cells = (
-      f"{sum(drafting.values()):.0f}",
-      f"{H100.us(drafting):.0f}",
-      f"{sum(round_.values()):.0f}",
-    )
-    rows.append((f"{nodes}", *_cost(verify, decode_us), *cells, ratio))
-  columns = "nodes", "kernels", "ms", "v", "drafting kernels", "drafting us", "round kernels"
-  notes = (
-    "kernels, ms, v: a target pass over the nodes of a static tree of depth 8; v is its time over "
-    "that of a decode step.",
-    "The other columns: a head of kind `parallel`, which drafts in one pass, and a dynamic tree of "
-    "depth 8. round: time of a round / a step of autoregressive decoding, so it is the number of "
-    "tokens per round at which speculation pays.",
+  """Return a table of v for trees."""
+  decode_us, rows = predicted_us(kernels_of(compiled, _PARTS[0])), []
+  for setting in (_PARTS[1], *_TREES):
+    found = kernels_of(compiled, setting)
+    us = predicted_us(found)
+    cells = f"{sum(found.values()):.0f}", f"{us / 1e3:.2f}", f"{us / decode_us:.3f}"
+    rows.append((f"{setting.nodes}" if setting.nodes else "6, chain", *cells))
+  note = (
+    "A target pass over the nodes of a static tree of depth 8; v is its time over that of a decode "
+    "step."
   )
-  return Table("Predicted costs of trees on an H100", (*columns, "round"), tuple(rows), notes)
+  columns = "nodes", "kernels", "ms", "v"
+  return Table("Predicted costs of trees on an H100", columns, tuple(rows), (note,))
+
+
+def gpu_head_trees_table(compiled: Sequence[Line]) -> Table:
+  """Return a table of rounds of heads that propose trees, and of their tokens and speedups."""
+  step_us, rows = predicted_us(kernels_of(compiled, _STEPS[0])), []
+  for setting in _HEAD_TREES:
+    if not any(is_of(line, setting) for line in compiled):
+      continue
+    found, nodes = kernels_of(compiled, setting), setting.nodes
+    ratio = predicted_us(found) / step_us
+    simulated = ([(a, *((1 - a) * x for x in SHARES))] * setting.gamma for a in (0.5, 0.75, 0.9))
+    counts = [tree_tokens(x, nodes) for x in (*simulated, *acceptances(setting.gamma).values())]
+    rows.append(
+      (
+        setting.draft,
+        "static" if setting.static else "dynamic",
+        f"{nodes}",
+        f"{sum(found.values()):.0f}",
+        f"{ratio * step_us / 1e3:.2f}",
+        f"{ratio:.3f}",
+        *(f"{tokens:.2f} ({tokens / ratio:.2f})" for tokens in counts),
+      )
+    )
+  columns = "head", "tree", "nodes", "kernels", "ms", "round / step", "alpha 0.5", "alpha 0.75"
+  columns = *columns, "alpha 0.9", *(f"as {name}" for name in acceptances(1))
+  notes = (
+    "Predicted for T5-XXL, depth 8; nothing was timed. ms: a round. The last columns: tokens per "
+    "round (speedup over autoregressive decoding) of the best static tree for an acceptance.",
+    "alpha: of the draft tokens at each node, the first is accepted with this probability, and the "
+    f"next ones with {', '.join(f'{x:g}' for x in SHARES)} of the rest, at any depth.",
+    "as features: acceptance by depth and rank of this head of the bundled pair. as parallel: "
+    "acceptance of first draft tokens by depth of this head (five depths; the last one counts for "
+    "deeper ones), and simulated ranks.",
+  )
+  return Table("Predicted rounds with trees of heads on an H100", columns, tuple(rows), notes)
+
+
+def acceptances(depth: int) -> dict[str, list[tuple[float, ...]]]:
+  """Return the measured acceptance of each head at each depth from 1, by rank."""
+  (measured,) = lines(ACCEPTANCE)
+  (parallel,) = (
+    each["outputs"]["acceptance_by_position"]
+    for each in lines(HEADS_MEASURED)
+    if each["models"]["draft"] == "parallel" and each["settings"]["temperature"] == 0
+  )
+  by_depth = [*parallel, *parallel[-1:] * depth][:depth]
+  return {
+    "features": [tuple(ranks) for ranks in measured["acceptance"][:depth]],
+    "parallel": [(a, *((1 - a) * share for share in SHARES)) for a in by_depth],
+  }
+
+
+def tree_tokens(acceptance: Sequence[Sequence[float]], nodes: int) -> float:
+  """Return the expected tokens per round, given the acceptance by depth and rank.
+
+  The tree is the best one for the mean acceptance of all depths.
+  """
+  tree = theory.best_tree(np.mean(acceptance, axis=0).tolist(), nodes, len(acceptance))
+  reached = [1.0]
+  for parent, rank in zip(tree.parents, tree.ranks):
+    reached.append(reached[parent] * acceptance[tree.depths[parent]][rank])
+  return sum(reached)
 
 
 def gpu_sizes_table(compiled: Sequence[Line]) -> Table:
   """Return a table of the sizes of T5 1.1: memory, and predicted time of a step."""
-  small_us, rows = H100.us(kernels_of(compiled, _SIZES[0])), []
+  small_us, rows = predicted_us(kernels_of(compiled, _SIZES[0])), []
   for setting in _SIZES:
     size = TARGET if setting is _STEPS[0] else setting.draft
     config = _t5(size, setting)
-    us = H100.us(kernels_of(compiled, setting))
+    us = predicted_us(kernels_of(compiled, setting))
     cache = 4 * config.num_decoder_layers * config.num_heads * config.head_dim * 2 * 256
     memory = (_parameter_bytes(size, dtype, weights) / 1e9 for dtype, weights in _FORMATS)
     cells = [f"{gigabytes:.2f}" for gigabytes in memory]
@@ -380,7 +426,7 @@ def gpu_weights_table(compiled: Sequence[Line]) -> Table:
   for weights, settings in _WEIGHTS.items():
     step, verify, draft, round_ = (kernels_of(compiled, setting) for setting in settings)
     sizes = num_bytes(step) / 1e9, num_bytes(verify) / 1e9, num_bytes(draft) / 1e9
-    times = *(H100.us(found) / 1e3 for found in (step, verify, draft)), H100.us(round_) / 1e3
+    times = [predicted_us(found) / 1e3 for found in (step, verify, draft, round_)]
     cells = *(f"{gigabytes:.2f}" for gigabytes in sizes), *(f"{ms:.2f}" for ms in times)
     rows.append((weights, *cells, f"{times[3] / times[0]:.2f}"))
   names = "step", "verify", "draft step"
@@ -396,27 +442,30 @@ def gpu_weights_table(compiled: Sequence[Line]) -> Table:
 
 
 def gpu_changes_table(compiled: Sequence[Line]) -> Table:
-  """Return a table of kernels, predicted and measured times before and after kernels for GPUs."""
-  rows, programs = [], (lines(COMPILED), compiled)
+  """Return a table of kernels and measured times before and after kernels for GPUs."""
+  rows, before = [], lines(COMPILED)
   for setting in (*_STEPS, *_ROUNDS, _PARTS[1], _DRAFTS[0]):
-    cells = [
-      setting.program,
-      f"{setting.batch_size}",
-      f"{setting.gamma}" * ("step" not in setting.program),
-    ]
-    for of, measured in zip(programs, (MEASURED, MEASURED_GPU)):
-      found = kernels_of(of, setting)
-      cells += [f"{sum(found.values()):.0f}", f"{H100.us(found) / 1e3:.2f}"]
-      cells.append(number_text(_measured_ms(lines(measured), setting), ".2f"))
-    rows.append(tuple(cells))
-  columns = "kernels", "predicted ms", "measured ms"
-  columns = "program", "batch", "gamma", *(f"{name} before" for name in columns), *columns
+    found = kernels_of(compiled, setting)
+    rows.append(
+      (
+        setting.program,
+        f"{setting.batch_size}",
+        f"{setting.gamma}" * ("step" not in setting.program),
+        f"{sum(kernels_of(before, setting).values()):.0f}",
+        number_text(_measured_ms(lines(MEASURED), setting), ".2f"),
+        f"{sum(found.values()):.0f}",
+        number_text(_measured_ms(lines(MEASURED_GPU), setting), ".2f"),
+        f"{predicted_us(found) / 1e3:.2f}",
+      )
+    )
+  columns = "kernels before", "measured ms before", "kernels", "measured ms", "predicted ms"
+  columns = "program", "batch", "gamma", *columns
   notes = (
     "T5-XXL with T5-small, bfloat16, temperature 0. verify: a target pass over six tokens; "
     "its measured time is that of a round with a draft that takes no time. A measured draft step "
     "is the difference of this round and one with T5-small, divided by gamma.",
-    "before: commit 8ecd799. The last column is of commit 2f29bccccd, which has as many kernels as "
-    "the present programs but stores all matrices transposed.",
+    "before: commit 8ecd799. measured ms: commit 2f29bccccd, which has as many kernels as the "
+    "present programs but stores all matrices transposed. predicted ms: of the present programs.",
   )
   return Table("Kernels before and after", columns, tuple(rows), notes)
 
@@ -445,22 +494,18 @@ def _measured_ms(measured: Sequence[Line], setting: Setting) -> float | None:
 TABLES = (
   gpu_changes_table,
   gpu_sizes_table,
-  gpu_times_table,
   gpu_parts_table,
   gpu_drafts_table,
   gpu_alphas_table,
   gpu_trees_table,
+  gpu_head_trees_table,
   gpu_weights_table,
 )
 
 
-def _cost(found: Kernels, decode_us: float) -> tuple[str, str, str]:
-  us = H100.us(found)
-  return f"{sum(found.values()):.0f}", f"{us / 1e3:.2f}", f"{us / decode_us:.3f}"
-
-
-def _is_of(line: Mapping[str, Any], setting: Setting) -> bool:
-  return all(line[name] == value for name, value in dataclasses.asdict(setting).items())
+def is_of(line: Mapping[str, Any], setting: Setting) -> bool:
+  shape = dataclasses.asdict(Setting("")) | line  # older lines lack the last fields
+  return all(shape[name] == value for name, value in dataclasses.asdict(setting).items())
 
 
 def _t5(size: str, setting: Setting) -> Any:
@@ -488,7 +533,7 @@ def main() -> None:
   parser.add_argument("--kernels", default="gpu", help="those of the models: gpu (default) or xla")
   parser.add_argument("--format", default="terminal", help="terminal (default), markdown or csv")
   args = parser.parse_args()
-  compiled = compile_missing([*SETTINGS, *FORMATS], args.compiled, args.kernels)
+  compiled = compile_missing([*GPU_SETTINGS, *NOT_COMPILED], args.compiled, args.kernels)
   for table in TABLES:
     print(render(table(compiled), args.format))
 

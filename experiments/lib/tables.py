@@ -41,17 +41,19 @@ LINES = {
   "calls": "generate.calls",
   "bleu": "multi30k_ende.quantized",
   "processors": "processors.processors",
-  "gpu-times": "gpu.predict",  # compiled programs
-  "gpu-changes": "gpu.predict",
+  "gpu-changes": "gpu.predict",  # compiled programs
   "gpu-parts": "gpu.predict",
   "gpu-drafts": "gpu.predict",
   "gpu-alphas": "gpu.predict",
   "gpu-trees": "gpu.predict",
+  "gpu-head-trees": "gpu.predict",
   "gpu-sizes": "gpu.predict",
   "gpu-weights": "gpu.predict",
   "gpu-speed": "gpu.measure",
   "gpu-identity": "gpu.measure",
   "gpu-plan": "gpu.plan",
+  "gpu-fit": "gpu.fit",  # measured programs
+  "gpu-profile": "gpu.fit",
   "given": "given.given",
   "speech-drafts": "speech.speech",
   "speech-programs": "speech.speech",

@@ -1,11 +1,9 @@
 """Predict memory, times and speedups of a pair on a device, without weights and without the device.
 
 Bytes and operations are those of `measure.roofline`, counted in programs of shapes. A pass takes
-
-  bytes / (bandwidth * share) + operations / peak + kernels * fixed time
-
-Activations take only the fixed time of their kernels. All slots of the caches are read. Rows are
-independent, as in continuous batching. Encoder and prefill are left out.
+the time of its bytes and kernels (`measure.kernel_times`) and operations / peak. Activations take
+only the time of their kernels. All slots of the caches are read. Rows are independent, as in
+continuous batching. Encoder and prefill are left out.
 """
 
 import dataclasses
@@ -29,39 +27,34 @@ from specdec_jax.core.types import DraftOptions, Params
 from specdec_jax.core.verify.tokens import TokenVerifier
 from specdec_jax.drafts.heads import AnyConfig, DraftHead
 from specdec_jax.drafts.model import ModelDraft
+from specdec_jax.measure.kernel_times import GPU_TIMES, KernelTimes, KernelWork
 from specdec_jax.measure.roofline import jaxpr_bytes, matmul_operations
 from specdec_jax.models.config import T5Config
 from specdec_jax.models.families import Config, init_params, model_of, with_feature_layers
 from specdec_jax.models.transformer import Cache
 from specdec_jax.models.whisper import without_encoder
 
-# Fitted to a step and a round, with gamma 5 at batch 1, of T5-XXL on an H100 (docs/planner.md).
-GPU_SHARE, GPU_FIXED_US = 0.82, 1.62
-
 
 class Device(NamedTuple):
   """Memory in 1e9 bytes, peaks of bandwidth and dense bfloat16 arithmetic, and what is reached.
 
   Attributes:
-    share: share of the bandwidth that programs reach.
-    fixed_us: microseconds that each kernel adds to those of its bytes.
     note: how predictions for this device were validated.
   """
 
   memory_gb: float
   gb_per_s: float
   tflops: float
-  share: float = 1.0
-  fixed_us: float = 0.0
+  times: KernelTimes = KernelTimes()
   note: str = "data sheet, not validated"
 
 
-# GPUs: data sheets of NVIDIA (H100 SXM, A100 80GB SXM, L4), without sparsity; the share and the
-# fixed time are those of the H100. TPUs: cloud.google.com/tpu/docs/v4 and so on. Read in 2026.
+# GPUs: data sheets of NVIDIA (H100 SXM, A100 80GB SXM, L4), without sparsity; times of kernels
+# are those of the H100. TPUs: cloud.google.com/tpu/docs/v4 and so on. Read in 2026.
 DEVICES = {
-  "h100": Device(80, 3350, 989, GPU_SHARE, GPU_FIXED_US, "validated within 15%"),
-  "a100": Device(80, 2039, 312, GPU_SHARE, GPU_FIXED_US),
-  "l4": Device(24, 300, 121, GPU_SHARE, GPU_FIXED_US),
+  "h100": Device(80, 3350, 989, GPU_TIMES, "times within 7% of measured ones"),
+  "a100": Device(80, 2039, 312, GPU_TIMES),
+  "l4": Device(24, 300, 121, GPU_TIMES),
   "v4": Device(32, 1200, 275, note="bytes validated with its compiler, times not validated"),
   "v5e": Device(16, 819, 197),
   "v5p": Device(95, 2765, 459),
@@ -239,28 +232,34 @@ class Plan:
   device: Device
   batch: int
 
-  def seconds(self, work: np.ndarray, kernels: float) -> float:
-    """Return the time of [weights or attention, bytes or operations], and of kernels."""
-    num_bytes, operations = work.sum(axis=0)
-    device = self.device
-    gigabytes = num_bytes / device.share / device.gb_per_s
-    return (gigabytes + operations / device.tflops / 1e3 + 1e3 * kernels * device.fixed_us) / 1e9
+  def seconds(self, work: np.ndarray, kernels: np.ndarray) -> float:
+    """Return the time of [weights or attention, bytes or operations], and of `kernels`."""
+    pair, device, (num_bytes, operations) = self.counts.pair, self.device, work.sum(axis=0)
+    if self.batch > 1 and device.times.fixed_us:  # on GPUs, a write to slots copies all of the text
+      source = pair.source if pair.target.has_encoder else 0
+      num_bytes += 2 * work[1, 0] * pair.new_tokens / (pair.new_tokens + source)
+    us = device.times.us(KernelWork(num_bytes, 0, *kernels), device.gb_per_s)
+    return us / 1e6 + operations / device.tflops / 1e12
 
-  def target_kernels(self, tokens: int) -> float:
-    """Return the kernels of a step or, over several tokens per row, of a round's other parts."""
+  def target_kernels(self, tokens: int) -> np.ndarray:
+    """Return [kernels, queries of attention] of a step, or of a round without drafting."""
     rest = ROUND_KERNELS if tokens > 1 else STEP_KERNELS
-    return rest + sum(pass_kernels(self.counts.pair.target, self.batch, tokens).values())
+    return self._pass(self.counts.pair.target, tokens) + [rest, 0]
 
-  def draft_kernels(self, gamma: int) -> float:
+  def draft_kernels(self, gamma: int) -> np.ndarray:
     draft = self.counts.pair.draft
     if draft is None:
-      return 0
+      return np.zeros(2)
     if isinstance(draft, DraftHead):
       per_round, per_token = HEAD_KERNELS.get(draft.kind, HEAD_KERNELS["conditioned"])
-      return per_round + gamma * per_token
+      return np.array([per_round + gamma * per_token, 0])
     # The first pass is over two tokens.
-    first, later = (sum(pass_kernels(draft, self.batch, n).values()) for n in (2, 1))
-    return first + (gamma - 1) * later
+    return self._pass(draft, 2) + (gamma - 1) * self._pass(draft, 1)
+
+  def _pass(self, config: Config, tokens: int) -> np.ndarray:
+    kernels = pass_kernels(config, self.batch, tokens)
+    queries = kernels["attention"] * tokens * config.num_heads * (tokens <= LONG)
+    return np.array([sum(kernels.values()), queries])
 
   def target_s(self, tokens: int = 1) -> float:
     """Return the time of a step or, over several tokens per row, of a round without drafting."""

@@ -12,7 +12,10 @@ import sys
 import numpy as np
 import pytest
 
-from experiments.gpu.kernels import H100, Kernel, Model, array_bytes, fitted, kernels
+from experiments.gpu.kernels import Kernel, array_bytes, kernels, work_of
+from experiments.lib.records import lines
+from specdec_jax import theory
+from specdec_jax.measure.kernel_times import GPU_TIMES, KernelTimes, KernelWork
 
 FOLDER = pathlib.Path(__file__).parents[2] / "experiments/gpu"
 COMPILED, COMPILED_GPU = FOLDER / "compiled.jsonl", FOLDER / "compiled_gpu.jsonl"
@@ -128,31 +131,28 @@ def test_bytes_of_shapes():
 
 
 def test_times_of_kernels():
-  small, large = Kernel("draft", "other", 10), Kernel("draft", "matmul", 6_000_000)
-  model = Model(2.0, 3000)
-  assert model.us({small: 3, large: 1}) == 3 * 2 + 2
-  assert model.us({Kernel("draft", "matmul", 12_000_000): 2}) == 2 * 4
-  huge = Kernel("target", "matmul", 10**10)
-  programs = [{huge: 1, small: 100}, {huge: 1, small: 1100}]
-  assert fitted((each, model.us(each)) for each in programs) == model
+  large = Kernel("target", "matmul", 6_000_000, transposed=True)
+  attention, small = Kernel("target", "attention", 10, queries=4), Kernel("draft", "other", 10)
+  work = work_of({large: 2, attention: 3, small: 5})
+  assert work == KernelWork(12_000_080, 12_000_000, 10, 12)
+  times = KernelTimes(share=0.5, transposed=0.1, fixed_us=2, query_us=3)
+  assert times.us(work, 1000) == pytest.approx(24.00016 + 2.4 + 2 * 10 + 3 * 12)
 
 
-def test_model_of_the_records_predicts_the_measured_batches_within_a_tenth():
-  from experiments.gpu import predict
-  from experiments.lib.records import lines
+@pytest.mark.slow
+def test_constants_are_fitted_and_predict_rows_that_are_left_out():
+  from experiments.gpu import fit
 
-  compiled = lines(COMPILED)
-  measured = predict.measured_us()
-  assert predict.model_of_measurements(compiled) == H100
-  assert len(measured) == 6
-  for setting, us in measured.items():
-    predicted = H100.us(predict.kernels_of(compiled, setting))
-    assert abs(predicted / us - 1) < (0.01 if setting.batch_size == 1 else 0.1), setting
+  rows = fit.rows_of([*lines(FOLDER / "measured_gpu.jsonl"), *lines(FOLDER / "measured.jsonl")])
+  np.testing.assert_allclose(fit.fitted(rows), GPU_TIMES, rtol=0.02)
+  assert len(rows) >= 15
+  for i, row in enumerate(rows):
+    others = fit.fitted([*rows[:i], *rows[i + 1 :]])
+    assert max(abs(fit.error_of(row)), abs(fit.error_of(row, others))) < 0.07, row.line
 
 
 def test_expected_speed_of_a_batch_waits_for_its_slowest_row():
   from experiments.gpu.measure import gpu_speed_table
-  from experiments.lib.records import lines
 
   measured = lines(FOLDER / "measured.jsonl")
   table = gpu_speed_table(measured)
@@ -172,7 +172,6 @@ def test_expected_speed_of_a_batch_waits_for_its_slowest_row():
 
 def test_the_papers_alphas_put_base_before_small_in_translation():
   from experiments.gpu.predict import gpu_alphas_table
-  from experiments.lib.records import lines
 
   speeds = {row[:3]: float(row[-1]) for row in gpu_alphas_table(lines(COMPILED_GPU)).rows}
   for temperature in ("0", "1"):
@@ -182,10 +181,21 @@ def test_the_papers_alphas_put_base_before_small_in_translation():
     assert base > small > large
 
 
+def test_tokens_of_trees_are_those_of_the_theory():
+  from experiments.gpu.predict import RANKS, tree_tokens
+
+  tokens = [tree_tokens([RANKS] * 8, nodes) for nodes in (16, 32, 64)]
+  want = [theory.tree_tokens(theory.best_tree(RANKS, nodes, 8), RANKS) for nodes in (16, 32, 64)]
+  assert tokens == pytest.approx(want)
+  falling = [tuple(x * 0.9**depth for x in RANKS) for depth in range(8)]
+  assert tree_tokens(falling, 1) == 1 and tree_tokens(falling, 2) == pytest.approx(1 + RANKS[0])
+  assert tree_tokens(falling, 64) < tokens[-1]
+
+
 def test_records_have_all_settings():
   from experiments.gpu import predict
 
-  files = {COMPILED: predict.SETTINGS, COMPILED_GPU: [*predict.SETTINGS, *predict.FORMATS]}
+  files = {COMPILED: predict.SETTINGS, COMPILED_GPU: predict.GPU_SETTINGS}
   for path, settings in files.items():
     before = path.read_text()
     predict.compile_missing(settings, path)  # compiles nothing

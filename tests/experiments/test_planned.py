@@ -5,7 +5,7 @@ import pathlib
 import pytest
 
 from experiments.gpu.kernels import by_kind
-from experiments.gpu.plan import fitted, gpu_plan_table
+from experiments.gpu.plan import gpu_plan_table
 from experiments.gpu.predict import Setting, kernels_of
 from experiments.lib.records import lines
 from specdec_jax.measure import plan
@@ -43,10 +43,8 @@ def test_kernels_of_heads_are_those_of_compiled_programs(kind):
   assert per_round + 5 * per_token == pytest.approx(want, rel=0.05)
 
 
-def test_planned_times_are_within_15_percent_of_measured_ones():
+@pytest.mark.slow
+def test_planned_times_are_within_7_percent_of_measured_ones():
   measured = [*lines(FOLDER / "measured_gpu.jsonl"), *lines(FOLDER / "measured.jsonl")]
-  share, fixed_us = fitted(measured)
-  assert (round(share, 2), round(fixed_us, 2)) == (plan.GPU_SHARE, plan.GPU_FIXED_US)
-  rows = gpu_plan_table(measured).rows
-  errors = [float(row[-1].rstrip("%")) for row in rows if row[-1] != "fitted"]
-  assert len(errors) == len(rows) - 2 > 15 and max(map(abs, errors)) < 15
+  rows = {row[:4]: float(row[-1].rstrip("%")) for row in gpu_plan_table(measured).rows}
+  assert len(rows) > 15 and max(map(abs, rows.values())) < 7
