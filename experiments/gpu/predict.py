@@ -123,6 +123,7 @@ SETTINGS = [*_STEPS, *_ROUNDS, *_PARTS, *_DRAFTS, *_TREES, _SIZES[-2]]
 _MEASURED = [
   *(Setting("round", gamma=gamma) for gamma in (3, 7)),
   *(Setting(program, temperature=1.0) for program in ("plain step", "round")),
+  Setting("round", gamma=8, nodes=64),
 ]
 _HEAD_TREES = [
   Setting("round", head, 8, nodes, static=static)
@@ -133,7 +134,6 @@ _HEAD_TREES = [
 GPU_SETTINGS = [*SETTINGS, *_WEIGHTS["int8"], *_WEIGHTS["int4"], *_MEASURED, *_HEAD_TREES[:3]]
 NOT_COMPILED = [
   *_HEAD_TREES[3:],
-  Setting("round", gamma=8, nodes=64),
   *(Setting(program, reduced=REDUCED) for program in ("plain step", "round")),
 ]
 
