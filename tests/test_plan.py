@@ -47,10 +47,10 @@ class Linear:
 
 
 def test_times_memory_and_speedups_follow_from_the_work():
-  times = plan.KernelTimes(share=0.5, fixed_us=1, query_us=10)
+  times = plan.KernelTimes(share=0.5, fixed_us=1, query_us=0.01)
   device = plan.Device(memory_gb=3, gb_per_s=1000, tflops=100, times=times)
   each, kernels = plan.Plan(Linear(), device, 1), plan.pass_kernels(Linear.pair.target, 1, 4)
-  us = sum(kernels.values()) + plan.ROUND_KERNELS + 10 * 64 * 4 * kernels["attention"]
+  us = sum(kernels.values()) + plan.ROUND_KERNELS + 0.01 * 64 * 4 * kernels["attention"]
   assert each.target_s(4) == pytest.approx(2.001 / 500 + 8.004e9 / 1e14 + 1e-6 * us)
   two = plan.Plan(Linear(), device, 2)  # writes copy 30 of 40 slots
   us += 2 * 0.75 * 2e6 / 500e3
