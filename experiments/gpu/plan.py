@@ -50,7 +50,7 @@ def planned(line: Line) -> tuple[float, float] | None:
   transposed = KernelWork(0, 0 if is_xla(line) else work[0, 0])
   if gamma and not line["null"]:
     work = work + counts(batch, gamma).draft
-    kernels = kernels + plan.draft_kernels(gamma)
+    kernels = kernels + plan.draft_kernels(gamma, line["nodes"])
   if found is not None and is_xla(line):
     kernels = np.array(work_of(found)[2:])
   us = 1e6 * plan.seconds(work, kernels) + device.times.us(transposed, device.gb_per_s)

@@ -52,7 +52,7 @@ class Device(NamedTuple):
 # GPUs: data sheets of NVIDIA (H100 SXM, A100 80GB SXM, L4), without sparsity; times of kernels
 # are those of the H100. TPUs: cloud.google.com/tpu/docs/v4 and so on. Read in 2026.
 DEVICES = {
-  "h100": Device(80, 3350, 989, GPU_TIMES, "chains within 6% of measured times, trees 16%"),
+  "h100": Device(80, 3350, 989, GPU_TIMES, "chains within 6% of measured times, trees 11%"),
   "a100": Device(80, 2039, 312, GPU_TIMES),
   "l4": Device(24, 300, 121, GPU_TIMES),
   "v4": Device(32, 1200, 275, note="bytes validated with its compiler, times not validated"),
@@ -246,15 +246,16 @@ class Plan:
     rest = ROUND_KERNELS if tokens > 1 else STEP_KERNELS
     return self._pass(self.counts.pair.target, tokens) + [rest, 0]
 
-  def draft_kernels(self, gamma: int) -> np.ndarray:
+  def draft_kernels(self, gamma: int, nodes: int = 0) -> np.ndarray:
+    """Return [kernels, queries of attention] of drafting `gamma` tokens, or levels of a tree."""
     draft = self.counts.pair.draft
     if draft is None:
       return np.zeros(2)
     if isinstance(draft, DraftHead):
       per_round, per_token = HEAD_KERNELS.get(draft.kind, HEAD_KERNELS["conditioned"])
       return np.array([per_round + gamma * per_token, 0])
-    # The first pass is over two tokens.
-    return self._pass(draft, 2) + (gamma - 1) * self._pass(draft, 1)
+    # The first pass is over two tokens, the others over those of a level.
+    return self._pass(draft, 2) + (gamma - 1) * self._pass(draft, max(1, nodes // gamma))
 
   def _pass(self, config: Config, tokens: int) -> np.ndarray:
     kernels = pass_kernels(config, self.batch, tokens)
@@ -266,9 +267,9 @@ class Plan:
     work = self.counts(self.batch, tokens - 1).target
     return self.seconds(work, self.target_kernels(tokens))
 
-  def draft_s(self, gamma: int) -> float:
-    """Return the time to draft `gamma` tokens, or as many levels of a tree."""
-    return self.seconds(self.counts(self.batch, gamma).draft, self.draft_kernels(gamma))
+  def draft_s(self, gamma: int, nodes: int = 0) -> float:
+    """Return the time to draft `gamma` tokens, or as many levels of a tree with `nodes`."""
+    return self.seconds(self.counts(self.batch, gamma).draft, self.draft_kernels(gamma, nodes))
 
   @functools.cached_property
   def c(self) -> np.ndarray:
@@ -293,7 +294,7 @@ class Plan:
     gains = theory.walltime_improvement(alpha, np.array(GAMMAS), self.c, self.v)
     found = [(float(gain), f"{gamma}") for gamma, gain in zip(GAMMAS, gains)]
     for nodes, depth in itertools.product(NODES, DEPTHS):
-      cost = (self.draft_s(depth) + self.target_s(nodes)) / self.target_s()
+      cost = (self.draft_s(depth, nodes) + self.target_s(nodes)) / self.target_s()
       found.append((_tree_tokens(alpha, nodes, depth) / cost, f"{nodes}/{depth}"))
     return max(found)
 
