@@ -194,7 +194,7 @@ class Layout:
     reduces = self.kernels == "gpu" and 1 < grouped.shape[2] <= gpu.MAX_REDUCED_ROWS
     if reduces:
       products = keys[:, :, None] * grouped[:, :, :, None]
-      logits = gpu.attention_sum(products, 4, self.fused)
+      logits = gpu.attention_sum(products, 4)
     else:
       logits = jnp.einsum("bgqd,bgtd->bgqt", grouped, keys)
     logits = soft_cap(logits.reshape(batch, heads, block, -1), cap)
@@ -202,7 +202,7 @@ class Layout:
     weights = dropout(weights).reshape(*grouped.shape[:3], -1)
     if reduces:
       products = values[:, :, None] * weights[..., None]
-      mixed = gpu.attention_sum(products, 3, self.fused).swapaxes(1, 2)
+      mixed = gpu.attention_sum(products, 3).swapaxes(1, 2)
     else:
       mixed = jnp.einsum("bgqt,bgtd->bqgd", weights, values)  # [B, R * K, G, D]
     mixed = mixed.reshape(batch, -1, block, keys.shape[1], dim).transpose(0, 2, 3, 1, 4)

@@ -85,19 +85,16 @@ def matmul(
 
 
 def attention_sum(
-  products: Float[Array, "B G R T D"], axis: Literal[3, 4], fused: bool
+  products: Float[Array, "B G R T D"], axis: Literal[3, 4]
 ) -> Float[Array, "B G R sums"]:
   """Return the sum over T (axis 3) or D (axis 4), computed in float32.
 
   XLA would make this axis adjacent in memory, and the threads of a GPU would then exchange the
   terms of each sum. With the other axis adjacent, a thread adds the terms of its own sums. XLA
-  gathers sharded arrays whose layout is constrained: those of several texts, or of heads unless
-  the parameters are `fused`.
+  would gather sharded arrays for it, but sharded models have other kernels.
   """
-  terms = products.astype(jnp.float32)
-  if fused and len(products) == 1:
-    order = (0, 1, 2, 3, 4) if axis == 3 else (0, 1, 2, 4, 3)
-    terms = with_layout_constraint(terms, Layout(order))
+  order = (0, 1, 2, 3, 4) if axis == 3 else (0, 1, 2, 4, 3)
+  terms = with_layout_constraint(products.astype(jnp.float32), Layout(order))
   return terms.sum(axis).astype(products.dtype)
 
 
