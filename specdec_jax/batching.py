@@ -288,18 +288,22 @@ def decode_all(
   *,
   batch_size: int,
   max_new_tokens: int,
+  limit: Int[AnyArray, ""] | int | None = None,
 ) -> DecodeResult:
-  """Decode M texts with a given number of rows, in one program; see `Decoder.run`."""
+  """Decode M texts with a given number of rows, in one program; see `Decoder.run`.
+
+  `limit` is another limit for all texts, traced. The smaller limit applies.
+  """
   num_texts = len(prompt)
   num_blocks = -(-num_texts // batch_size) + 1  # the last one is empty
   rows = jnp.arange(num_blocks * batch_size).reshape(num_blocks, batch_size)
   exists = rows < num_texts
   texts = jnp.where(exists, rows, 0)
   keys = split_keys(rng, num_texts)
-  limit = jnp.full(batch_size, max_new_tokens, jnp.int32)
+  limits = jnp.full(batch_size, max_new_tokens if limit is None else limit, jnp.int32)
 
   def prefill_rows(texts: Array, exists: Array) -> Rows:
-    block = Block(prompt[texts], keys[texts], jnp.where(exists, texts, NO_TEXT), limit)
+    block = Block(prompt[texts], keys[texts], jnp.where(exists, texts, NO_TEXT), limits)
     return prefill(decoder, params, block, max_new_tokens=max_new_tokens)
 
   shapes = jax.eval_shape(prefill_rows, texts[0], exists[0])

@@ -22,6 +22,7 @@ from specdec_jax.models.layout import Layout, Weights, for_device
 from specdec_jax.models.quantization import MAX_QUANTIZED
 from specdec_jax.models.simulated import SimulatedModel
 from specdec_jax.models.sizes import named_config, version_name
+from specdec_jax.models.whisper import DraftWhisper, WhisperModel
 from specdec_jax.pair import Pair
 
 
@@ -110,6 +111,8 @@ def random_draft(
     size, version, layout, target.vocabulary, shardings, num_output_tokens
   )
   model: Model = model_of(config)
+  if isinstance(model, WhisperModel):  # with an encoder of its own
+    model = DraftWhisper(config)
   if inner_alpha is not None:
     model = SimulatedModel(model, inner_alpha, target.vocabulary.eos_id)
   name = load.draft_name(size_name(version, size), config)

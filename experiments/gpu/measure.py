@@ -3,10 +3,12 @@
   python -m experiments.gpu.measure runs/gpu --dry_run       # settings and minutes
   python -m experiments.gpu.measure runs/gpu --minutes 10    # as many as fit; again to go on
   python -m experiments.gpu.measure runs/gpu --parts speed batches
+  python -m experiments.gpu.measure runs/trial --target tiny --draft tiny --max_new_tokens 8    # CPU
 
 Each setting is one line of `results.jsonl` in the folder, and is not measured again. Models have
-the sizes of T5 1.1 with random weights and simulated acceptance; `identity` decodes real texts with
-the bundled pair. Each part is a process of its own, so that its memory is free for the next one.
+the sizes of T5 1.1 or Whisper, with random weights and simulated acceptance; `identity` decodes
+real texts with the bundled pair. Each part is a process of its own, so that its memory is free for
+the next one, and that it may have its own flags of XLA. A part that fails does not stop the others.
 """
 
 import argparse
@@ -14,6 +16,7 @@ import collections
 import concurrent.futures
 import dataclasses
 import functools
+import heapq
 import json
 import math
 import os
@@ -27,17 +30,31 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 from experiments.lib import script
+from experiments.paper.paper import load_table
 from specdec_jax.measure.tables import Table
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 ALPHA, TOP_K, RANKS = 0.75, 40, (0.75, 0.11, 0.04, 0.02, 0.01)
 SOURCE_TOKENS = 40  # after padding
+REPEATS = 3
+HEAD = dict(gamma=8, emb_dim=1024, mlp_dim=4096, num_decoder_layers=2)  # as in `predict`
 
 Line = dict[str, Any]
 
 
 def _decode(gamma: int = 0, batch_size: int = 1, nodes: int = 0, **options: Any) -> Line:
-  """Return a setting. gamma 0 is autoregressive decoding; `null` is a draft that takes no time."""
+  """Return a setting of `measure_speed`.
+
+  gamma 0 is autoregressive decoding, and `null` is a draft that takes no time. Other options:
+
+    target, draft: names of models; by default those of the command.
+    head: kind of a draft head. It drafts a dynamic tree, whose acceptance is not simulated.
+    alpha: simulated alpha, by default ALPHA.
+    source_tokens, top_k: by default SOURCE_TOKENS, and TOP_K at temperature 1.
+    num_texts: number of texts, which are decoded in batches; by default one batch.
+    continuous: whether the next text takes the row of a text that has ended.
+    flags: flags of XLA, those of all settings of a part.
+  """
   defaults = dict(null=False, temperature=0.0, weights="float", dtype="bfloat16", kernels="auto")
   return dict(gamma=gamma, nodes=nodes, batch_size=batch_size) | defaults | options
 
@@ -68,17 +85,23 @@ class Run:
     return captions()[: self.num_texts]
 
   def missing(self, part: str) -> list[Line]:
-    """Return the settings of a part that the file of results lacks."""
+    """Return the settings of a part that the file of results lacks.
+
+    If the target is 'tiny', so are all other models, for trials on a CPU.
+    """
     lines = self.results.read_text().splitlines() if self.results.exists() else []
     done = [json.loads(line) for line in lines]
-    wanted = [dict(target=self.target, draft=self.draft) | x for x in PARTS[part].settings]
+    models = dict(target=self.target, draft=self.draft)
+    wanted = [dict(part=part) | models | setting for setting in PARTS[part].settings]
+    if self.target == "tiny":
+      wanted = [x | {k: re.sub("^(whisper-)?.*", r"\1tiny", x[k]) for k in models} for x in wanted]
     return [x for x in wanted if not any(x.items() <= y.items() for y in done)]
 
 
 def measure_speed(run: Run, settings: list[Line]) -> Iterator[Line]:
-  """Time decoding a batch to one token and to all; the difference is the time of the rounds.
+  """Time decoding texts to one token and to all; the difference is the time of the rounds.
 
-  The settings have the same models, and are compiled at once. The rows of a batch are different
+  The settings have the same target, and are compiled at once. The rows of a batch are different
   texts: simulated acceptance depends on the text, so copies of a text would accept the same tokens,
   and none would wait for another.
   """
@@ -86,53 +109,137 @@ def measure_speed(run: Run, settings: list[Line]) -> Iterator[Line]:
   import numpy as np
 
   from specdec_jax.core.counts import num_tokens, require_finite
-  from specdec_jax.core.decode import Decoder, NullDraft
-  from specdec_jax.core.sampling import Sampling, row_keys
-  from specdec_jax.core.trees import chain
   from specdec_jax.measure.costs import interleaved_seconds
-  from specdec_jax.random_models import random_pair
-  from specdec_jax.theory import best_tree
 
-  models = {name: settings[0][name] for name in ("dtype", "kernels", "weights")}
-  pair, tokens = random_pair(run.target, run.draft, ALPHA, **models), run.max_new_tokens
-
-  def compiled(setting: Line) -> Callable[..., Any]:
-    sampling = Sampling(setting["temperature"], TOP_K if setting["temperature"] else 0)
-    gamma, nodes, batch = setting["gamma"], setting["nodes"], setting["batch_size"]
-    tree = best_tree(RANKS, nodes, gamma) if nodes else chain(gamma)
-    decoder = pair.decoder(sampling, tree)
-    if setting["null"] or not gamma:
-      decoder = Decoder(pair.target.model, NullDraft(tree), pair.verifier_for(sampling))
-    prompt = pair.prompt(captions()[:batch], SOURCE_TOKENS)
-    arguments = decoder, pair.params, prompt, row_keys(0, 0, batch)
-    program = Decoder.run.lower(*arguments, max_new_tokens=tokens, limit=tokens).compile()
-    return functools.partial(program, *arguments)
-
+  pairs, tokens = _pairs(settings), run.max_new_tokens
+  since = time.perf_counter()
   with concurrent.futures.ThreadPoolExecutor() as pool:
-    since = time.perf_counter()
-    programs = [*pool.map(compiled, settings)]
-    print(f"compiled in {time.perf_counter() - since:.0f} s", flush=True)
-  for decode, setting in zip(programs, settings):
-    calls = [functools.partial(decode, limit=limit) for limit in (1, tokens)]
-    seconds, (start, full) = interleaved_seconds(calls, 5)
-    require_finite(full)
+    programs = [pool.submit(_compiled, *each, tokens) for each in zip(pairs, settings)]
+  compile_s = time.perf_counter() - since
+  print(f"compiled in {compile_s:.0f} s", flush=True)
+  for program, setting in zip(programs, settings):
+    calls = [functools.partial(program.result(), limit) for limit in (1, tokens)]
+    seconds, results = interleaved_seconds(calls, REPEATS)
+    for result in results[1]:
+      require_finite(result)
     start_s, full_s = map(float, map(np.median, seconds))
-    rounds = int(full.num_rounds - start.num_rounds)
+    first, last = (_num_rounds(setting, each) for each in results)
+    batch = setting["batch_size"]
     yield {
-      "alpha": ALPHA,
+      "alpha": None if setting.get("head") else ALPHA,
       "source_tokens": SOURCE_TOKENS,
-      "distinct_texts": len(set(captions()[: setting["batch_size"]])),
+      "distinct_texts": len(set(captions()[: setting.get("num_texts", batch)])),
       "max_new_tokens": tokens,
+      "compile_s": compile_s,
       "start_ms": 1e3 * start_s,
       "total_ms": 1e3 * full_s,
       "spread_ms": [1e3 * float(seconds[1].min()), 1e3 * float(seconds[1].max())],
-      "rounds": int(full.num_rounds),
-      "tokens_per_row": num_tokens([full]) / setting["batch_size"],
-      "round_ms": 1e3 * (full_s - start_s) / max(1, rounds),
-      "tokens_per_s": num_tokens([full]) / full_s,
+      "rounds": last,
+      "tokens_per_row": num_tokens(results[1]) / batch,
+      "round_ms": 1e3 * (full_s - start_s) / max(1, last - first),
+      "tokens_per_s": num_tokens(results[1]) / full_s,
       "peak_gb": (jax.local_devices()[0].memory_stats() or {}).get("peak_bytes_in_use", 0) / 1e9,
-      "profile": _profile(calls, rounds),
+      "profile": _profile(calls, last - first),
+      **{name: setting[name] for name in ("alpha", "source_tokens") if name in setting},
     }
+
+
+def _family(name: str) -> tuple[str, str]:
+  """Return the version and the size of a model, such as 'xxl' (of T5 1.1) or 'whisper-large-v3'."""
+  from specdec_jax.models.sizes import PUBLISHED
+
+  return PUBLISHED.get(f"openai/{name}", ("1.1", name))
+
+
+def _pairs(settings: list[Line]) -> list[Any]:
+  """Return the pair of each setting; they share the target and equal drafts."""
+  from specdec_jax.drafts.heads import new_head
+  from specdec_jax.drafts.uniform import uniform
+  from specdec_jax.models.simulated import unwrapped
+  from specdec_jax.random_models import random_draft, random_pair, random_speculator
+
+  options = {name: settings[0][name] for name in ("dtype", "kernels", "weights")}
+  version, size = _family(settings[0]["target"])
+  pair = random_pair(size, uniform, ALPHA, version, **options)
+
+  @functools.cache
+  def draft(name: str, head: str | None) -> Any:
+    if head:
+      return random_speculator(pair.target, functools.partial(new_head, kind=head, **HEAD))
+    version, size = _family(name)
+    return random_draft(pair.target, size, version, **options)
+
+  def pair_of(setting: Line) -> Any:
+    model = dataclasses.replace(pair.target.model, alpha=setting.get("alpha", ALPHA))
+    model = unwrapped(model) if setting.get("head") else model
+    return pair.with_draft(draft(setting["draft"], setting.get("head"))).with_target(model=model)
+
+  return [pair_of(setting) for setting in settings]
+
+
+def _compiled(pair: Any, setting: Line, tokens: int) -> Callable[[int], list[Any]]:
+  """Return a function from the maximum number of tokens to the results of all batches."""
+  import jax
+
+  from specdec_jax.batching import decode_all
+  from specdec_jax.core.decode import Decoder, NullDraft
+  from specdec_jax.core.sampling import Sampling, row_keys
+  from specdec_jax.core.trees import AnyTree, DynamicTree, chain
+  from specdec_jax.theory import best_tree
+
+  top_k = setting.get("top_k", TOP_K) if setting["temperature"] else 0
+  sampling = Sampling(setting["temperature"], top_k)
+  gamma, nodes, batch = setting["gamma"], setting["nodes"], setting["batch_size"]
+  tree: AnyTree = best_tree(RANKS, nodes, gamma) if nodes else chain(gamma)
+  if setting.get("head"):
+    tree = DynamicTree(nodes - 1, gamma)
+  if setting["null"] or not gamma:
+    decoder = Decoder(pair.target.model, NullDraft(tree), pair.verifier_for(sampling))
+  else:
+    decoder = pair.decoder(sampling, tree, eos_id=-1 if setting.get("head") else None)
+  num_texts = setting.get("num_texts", batch)
+  prompt, rng = _prompt(pair, setting, num_texts), row_keys(0, 0, num_texts)
+  limits = dict(max_new_tokens=tokens, limit=tokens)
+  arguments = decoder, pair.params
+  if setting.get("continuous"):
+    program: Any = jax.jit(decode_all, static_argnames=("batch_size", "max_new_tokens"))
+    batches = [(prompt, rng)]
+    program = program.lower(*arguments, prompt, rng, batch_size=batch, **limits).compile()
+  else:
+    batches = [(prompt[i : i + batch], rng[i : i + batch]) for i in range(0, num_texts, batch)]
+    program = Decoder.run.lower(*arguments, *batches[0], **limits).compile()
+  return lambda limit: [program(*arguments, *each, limit=limit) for each in batches]
+
+
+def _prompt(pair: Any, setting: Line, num_texts: int) -> Any:
+  """Return different texts as prompts; those of a Whisper begin random recordings."""
+  import jax
+  import jax.numpy as jnp
+
+  from specdec_jax.core.context import Encoded
+  from specdec_jax.models.sizes import named_config
+
+  prompt = pair.prompt(captions()[:num_texts], setting.get("source_tokens", SOURCE_TOKENS))
+  if pair.config.num_mels is None:
+    return prompt
+  dtype = pair.layout.activations
+  source, draft_source = (
+    jax.random.normal(
+      jax.random.key(0), (num_texts, config.source_positions, config.emb_dim), dtype
+    )
+    for config in (named_config(*_family(setting[name])) for name in ("target", "draft"))
+  )
+  return Encoded(source, prompt, jnp.full(num_texts, prompt.shape[1]), draft_source)
+
+
+def _num_rounds(setting: Line, results: Sequence[Any]) -> int:
+  """Return the rounds of all batches. In continuous batching, a text takes the first free row."""
+  if not setting.get("continuous"):
+    return sum(int(result.num_rounds) for result in results)
+  ends = [0] * setting["batch_size"]
+  for num_rounds in (results[0].rounds.num_emitted > 0).sum(axis=0).tolist():
+    heapq.heapreplace(ends, ends[0] + num_rounds)
+  return max(ends)
 
 
 def _profile(calls: Sequence[Callable[[], Any]], rounds: int) -> list[tuple[str, float, float]]:
@@ -371,21 +478,25 @@ def gpu_identity_table(results: Sequence[Line]) -> Table:
 
 def run_tests(run: Run, settings: list[Line]) -> Iterator[Line]:
   """Run the contract and decoding tests on the device, with the tolerances of tests/conftest.py."""
+  import jax
+
   for setting in settings:
-    files = [f"tests/test_{name}.py" for name in setting["tests"].split(" and ")]
-    command = [sys.executable, "-m", "pytest", "-q", "-n", "auto", *files]
-    env = os.environ | {"SPECDEC_TEST_PLATFORM": "cuda"}
+    file = f"tests/test_{setting['tests']}.py"
+    command = [sys.executable, "-m", "pytest", "-q", "-n", "auto", file]
+    platform = "cpu" if jax.default_backend() == "cpu" else "cuda"
+    env = os.environ | {"SPECDEC_TEST_PLATFORM": platform}
     printed = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True).stdout
     failed = re.findall(r"^FAILED (\S+)", printed, re.MULTILINE)
     yield {"summary": (printed.strip().splitlines() or [""])[-1].strip("= "), "failed": failed}
 
 
 def reproduce_table2(run: Run, settings: list[Line]) -> Iterator[Line]:
-  """Measure the rows of Table 2 in a process of their own; its records are in the folder."""
+  """Measure Table 2 as `specdec reproduce` does, in a process with its own records."""
   for _ in settings:
     folder = str(run.folder / "reproduce")
     command = ["specdec_jax.run", "--gin_file=experiments/paper/reproduce.gin"]
     command = [sys.executable, "-m", *command, f"--gin.OUTPUT_DIR='{folder}'"]
+    command += [f"--gin.NUM_TEXTS={min(8, run.num_texts)}"]
     subprocess.run(command, cwd=ROOT, check=True)
     yield {"folder": folder}
 
@@ -402,21 +513,71 @@ class Part(NamedTuple):
   settings: list[Line]
 
 
+# Flags of XLA, each measured in a part with a step and a round. The first two are for temperature 0,
+# at which there is no top-k.
+FLAGS = {
+  "no_pdl": ("--xla_gpu_enable_pdl=false", 0.0),
+  "skip_temp": ("--xla_gpu_command_buffer_update_mode=SKIP_TEMP", 0.0),
+  "raft": ("--xla_gpu_experimental_enable_raft_for_stable_topk=true", 1.0),
+}
 _SPEEDS = [_decode(), _decode(5), _decode(3), _decode(7), _decode(5, null=True)]
 _SPEEDS += [_decode(gamma, temperature=1.0) for gamma in (0, 5)]
-_SPEEDS += [_decode(8, nodes=64), _decode(8, nodes=64, null=True)]
+_TREES = [_decode(8, nodes=n, head="parallel") for n in (16, 32, 64)]
+_TREES += [_decode(8, nodes=64), _decode(8, nodes=64, null=True)]
+_BATCHES = [
+  _decode(gamma, batch, num_texts=2 * batch if gamma else batch)
+  for batch in (8, 32, 128)
+  for gamma in (0, 3)
+]
+_CONTINUOUS = [x | dict(continuous=True) for x in _BATCHES if x["gamma"]]
+
+
+def _table2(task: str, source_tokens: int) -> list[Line]:
+  """Return the rows of a task in the paper's Table 2, and a step at each temperature."""
+  options = dict(source_tokens=source_tokens, top_k=0)
+  rows = [row for row in load_table(2) if row["task"] == task]
+  return [_decode(temperature=t, **options) for t in (0.0, 1.0)] + [
+    _decode(
+      int(row["gamma"]),
+      draft=row["m_q"].removeprefix("T5-"),
+      alpha=row["alpha"],
+      temperature=row["temperature"],
+      **options,
+    )
+    for row in rows
+  ]
+
+
 PARTS = {
-  "speed": Part(3, measure_speed, _SPEEDS),
-  "xla": Part(1, measure_speed, [_decode(gamma, kernels="xla") for gamma in (0, 5)]),
-  "identity": Part(2, measure_identity, [dict(identity=x) for x in ("float32", "bfloat16")]),
-  "batches": Part(
-    3, measure_speed, [_decode(gamma, batch) for batch in (8, 32, 128) for gamma in (0, 3)]
+  "speed": Part(1, measure_speed, _SPEEDS),
+  "batches": Part(1, measure_speed, _BATCHES),
+  "continuous": Part(0.8, measure_speed, _CONTINUOUS),
+  "trees": Part(1, measure_speed, _TREES),
+  "int8": Part(0.7, measure_speed, [_decode(gamma, weights="int8") for gamma in (0, 5)]),
+  "int4": Part(0.7, measure_speed, [_decode(gamma, weights="int4") for gamma in (0, 5)]),
+  "ende": Part(1, measure_speed, _table2("EnDe", SOURCE_TOKENS)),
+  "transformers": Part(0.7, measure_transformers, [dict(cache="dynamic")]),
+  "transformers_compiled": Part(1, measure_transformers, [dict(cache="static")]),
+  **{
+    name: Part(
+      0.6, measure_speed, [_decode(x, temperature=temperature, flags=flag) for x in (0, 5)]
+    )
+    for name, (flag, temperature) in FLAGS.items()
+  },
+  "whisper": Part(
+    1,
+    measure_speed,
+    [
+      _decode(gamma, batch, target="whisper-large-v3", draft="whisper-tiny")
+      for batch in (1, 8, 32)
+      for gamma in (0, 5)
+    ],
   ),
-  "int8": Part(1, measure_speed, [_decode(gamma, weights="int8") for gamma in (0, 5)]),
-  "int4": Part(1, measure_speed, [_decode(gamma, weights="int4") for gamma in (0, 5)]),
+  "cnndm": Part(1, measure_speed, _table2("CNNDM", 512)),
+  "identity": Part(2, measure_identity, [dict(identity=x) for x in ("float32", "bfloat16")]),
+  "xla": Part(0.6, measure_speed, [_decode(gamma, kernels="xla") for gamma in (0, 5)]),
   "auto": Part(2, measure_auto, [dict(auto=name) for name in ("gamma", "tree")]),
-  "transformers": Part(3, measure_transformers, [dict(cache=x) for x in ("dynamic", "static")]),
-  "tests": Part(5, run_tests, [dict(tests="contract and decoding")]),
+  "tests": Part(5, run_tests, [dict(tests=name) for name in ("decoding", "contract")]),
   "table2": Part(25, reproduce_table2, [dict(tables="table2")]),
 }
 
@@ -430,7 +591,7 @@ def measure_part(run: Run, part: str, until: float) -> None:
   settings = run.missing(part)
   for setting, measured in zip(settings, PARTS[part].measure(run, settings)):
     origin = {x: provenance()[x] for x in ("commit", "date")}
-    line = {"part": part, **setting, **measured}
+    line = {**setting, **measured}
     line |= {"device": jax.devices()[0].device_kind, "jax": jax.__version__, **origin}
     print(json.dumps(line), flush=True)
     with run.results.open("a", encoding="utf-8") as file:
@@ -456,17 +617,32 @@ def main() -> None:
   run.folder.mkdir(parents=True, exist_ok=True)
   if args.until:
     return measure_part(run, args.parts[0], args.until)
-  until = time.time() + 60 * args.minutes
-  print("T5 1.1 XXL with small in bfloat16 takes 24 GB, and 32 GB at batch 128.")
+  until, total = time.time() + 60 * args.minutes, 0.0
+  print("T5 1.1 XXL with small in bfloat16 takes 24 GB, and 40 GB at batch 128.")
   for part in args.parts:
     if missing := run.missing(part):
-      print(f"{part}: {len(missing)} settings, about {PARTS[part].minutes:g} minutes", flush=True)
-      if not args.dry_run and time.time() < until:
-        options = f"--until={min(until, 1e12)}", f"--parts={part}"
-        command = [sys.executable, "-m", "experiments.gpu.measure", *sys.argv[1:], *options]
-        env = os.environ | {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}  # torch needs memory, too
-        code = subprocess.run(command, cwd=ROOT, env=env).returncode
-        print(f"{part}: failed with exit status {code}" if code else f"{part}: done", flush=True)
+      total += PARTS[part].minutes
+      minutes = f"about {PARTS[part].minutes:g} minutes, {total:.1f} so far"
+      print(f"{part}: {len(missing)} settings, {minutes}", flush=True)
+      if args.dry_run:
+        for setting in missing:
+          print(f"  {setting}")
+      elif time.time() < until:
+        run_part(part, min(until, 1e12))
+
+
+def run_part(part: str, until: float) -> None:
+  """Measure a part in a process of its own, and print how it ended."""
+  flags = PARTS[part].settings[0].get("flags", "")
+  options = f"--until={until}", f"--parts={part}"
+  command = [sys.executable, "-m", "experiments.gpu.measure", *sys.argv[1:], *options]
+  env = os.environ | {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}  # torch needs memory, too
+  env["XLA_FLAGS"] = f"{env.get('XLA_FLAGS', '')} {flags}".strip()
+  code, ended = subprocess.run(command, cwd=ROOT, env=env).returncode, "done"
+  if code:
+    ended = f"failed with exit status {code}"
+    ended += f"; does this version of jaxlib know {flags}?" if flags else ""
+  print(f"{part}: {ended}", flush=True)
 
 
 if __name__ == "__main__":

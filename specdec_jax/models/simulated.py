@@ -10,6 +10,7 @@ from flax import struct
 from jax import Array
 from jaxtyping import Bool, Float, Int, UInt
 
+from specdec_jax.core.context import Prompt, prompt_ids
 from specdec_jax.core.trees import AnyTree, NodeLayout, chain, require_static
 from specdec_jax.core.types import Length, Model, Path, WrappedModel
 from specdec_jax.errors import require_number
@@ -56,12 +57,13 @@ class SimulatedModel(WrappedModel):
     object.__setattr__(self, "alpha", require_number("alpha", self.alpha, 0, 1))
 
   def prefill(
-    self, params: Any, prompt: Int[Array, "B P"], num_slots: int
+    self, params: Any, prompt: Prompt, num_slots: int
   ) -> tuple[Float[Array, "B C E"], SimulatedCache]:
     hidden, cache = self.model.prefill(params, prompt, num_slots)
     # Padding adds 0 to the hash, which is therefore independent of the width of the batch.
-    powers = np.cumprod(np.full(prompt.shape[1], _BASE), dtype=np.uint32)
-    salt = (prompt.astype(jnp.uint32) * powers).sum(axis=1, dtype=jnp.uint32)
+    ids = prompt_ids(prompt)
+    powers = np.cumprod(np.full(ids.shape[1], _BASE), dtype=np.uint32)
+    salt = (ids.astype(jnp.uint32) * powers).sum(axis=1, dtype=jnp.uint32)
     return hidden, SimulatedCache(cache, salt)
 
   def extend(
