@@ -3,12 +3,13 @@
   python -m experiments.gpu.measure runs/gpu --dry_run       # settings and minutes
   python -m experiments.gpu.measure runs/gpu --minutes 10    # as many as fit; again to go on
   python -m experiments.gpu.measure runs/gpu --parts speed batches
-  python -m experiments.gpu.measure runs/trial --target tiny --draft tiny --max_new_tokens 8    # CPU
+  python -m experiments.gpu.measure runs/trial --target tiny --draft tiny --max_new_tokens 8
 
 Each setting is one line of `results.jsonl` in the folder, and is not measured again. Models have
 the sizes of T5 1.1 or Whisper, with random weights and simulated acceptance; `identity` decodes
 real texts with the bundled pair. Each part is a process of its own, so that its memory is free for
 the next one, and that it may have its own flags of XLA. A part that fails does not stop the others.
+The last command tries all of it on a CPU, where the times mean nothing.
 """
 
 import argparse
@@ -386,7 +387,9 @@ def gpu_speed_table(results: Sequence[Line]) -> Table:
   from specdec_jax import theory
 
   rows, shape = [], ("batch_size", "temperature", "weights", "dtype", "kernels", "flags")
+  shape += "target", "source_tokens", "top_k", "max_new_tokens"
   results = [line for line in results if "round_ms" in line]
+  first = results[0]
   for line in results:
     gamma, is_ours = line.get("gamma"), "gamma" in line
     plain = [
@@ -394,9 +397,10 @@ def gpu_speed_table(results: Sequence[Line]) -> Table:
       for each in results
       if is_ours
       and each.get("gamma") == 0
-      and all(each.get(name) == line.get(name) for name in (*shape, "max_new_tokens"))
+      and all(each.get(name) == line.get(name) for name in shape)
     ]
     tokens = expected = None  # per round; and tokens/s
+    is_simulated = not line.get("head")
     if not is_ours:
       decoding = {"dynamic": "transformers, eager", "static": "transformers, compiled"}[
         line["cache"]
@@ -404,20 +408,31 @@ def gpu_speed_table(results: Sequence[Line]) -> Table:
     elif gamma:
       nodes = f", tree of {line['nodes']}" * (line["nodes"] > 0)
       decoding = f"gamma {gamma}{nodes}{', a draft that takes no time' * line['null']}"
+      decoding += "" if is_simulated else f", head {line['head']}"
+      is_continuous = line.get("continuous", False)
+      decoding += ", continuous batching" * is_continuous
       if not (line["nodes"] or line["null"]):
         lengths = [line["max_new_tokens"]] * line["batch_size"]
         rounds = theory.expected_rounds(line["alpha"], gamma, lengths)
         tokens = lengths[0] / rounds
-        if len(lengths) == 1:
+        if len(lengths) == 1 or is_continuous:
           tokens = float(theory.expected_tokens(line["alpha"], gamma))
-        ms = line["start_ms"] + (rounds - 1) * line["round_ms"]  # the first run has one round
-        expected = 1e3 * sum(lengths) / ms
+        num_batches = line.get("num_texts", len(lengths)) // len(lengths)
+        # The first run has one round per batch.
+        ms = line["start_ms"] + num_batches * (rounds - 1) * line["round_ms"]
+        expected = None if is_continuous else 1e3 * num_batches * sum(lengths) / ms
     else:
       decoding = "autoregressive"
     options = [line.get(name) for name in ("weights", "kernels", "flags")]
+    options += [
+      f"{name} {line[name]}"
+      for name in ("target", "draft", "alpha", "source_tokens", "top_k")
+      if is_ours and (name == "top_k" and name in line or line.get(name) != first.get(name))
+      if line[name] is not None
+    ]
     kernels = sum(calls for _, calls, _ in line.get("profile", ()))
     per_round = line["tokens_per_row"] / line["rounds"] if is_ours else 1
-    is_faster = plain and gamma
+    is_faster = plain and gamma and is_simulated
     rows.append(
       (
         decoding,
@@ -426,8 +441,8 @@ def gpu_speed_table(results: Sequence[Line]) -> Table:
         ", ".join(x for x in options if x not in (None, "float", "auto")) or "-",
         f"{kernels:.0f}" if kernels else "-",
         f"{line['round_ms']:.2f}",
-        f"{per_round:.2f}",
-        f"{line['tokens_per_s']:,.0f}",
+        f"{per_round:.2f}" if is_simulated else "-",
+        f"{line['tokens_per_s']:,.0f}" if is_simulated else "-",
         f"{line['tokens_per_s'] / plain[0]['tokens_per_s']:.2f}" if is_faster else "-",
         f"{tokens * plain[0]['round_ms'] / line['round_ms']:.2f} ({tokens:.2f})"
         if is_faster and tokens
@@ -440,7 +455,6 @@ def gpu_speed_table(results: Sequence[Line]) -> Table:
     "decoding|batch|temperature|options|kernels|ms per round|tokens per round|tokens/s|speedup"
     "|at alpha (tokens)|expected tokens/s|expected speedup"
   )
-  first = results[0]
   commits = ", ".join(dict.fromkeys(line["commit"] for line in results if "gamma" in line))
   notes = (
     f"T5 1.1 {first['target']} with {first['draft']}, {first['dtype']}, random weights, simulated "
@@ -459,6 +473,41 @@ def gpu_speed_table(results: Sequence[Line]) -> Table:
     ),
   )
   return Table("Measured speed", tuple(columns.split("|")), tuple(rows), notes)
+
+
+def gpu_batches_table(results: Sequence[Line]) -> Table:
+  """Return a table of batches of different rows, predicted from measured times of gamma 3."""
+  from specdec_jax import theory
+
+  lines = [x for x in results if x.get("part") == "batches" and not x.get("continuous")]
+  ms = {(x["batch_size"], x["gamma"]): x["round_ms"] for x in lines}
+  line = next(x for x in lines if x["gamma"])
+  alpha, gamma, length = (line[name] for name in ("alpha", "gamma", "max_new_tokens"))
+  rows = []
+  for batch in (8, 32, 128):
+    step, each = ms.get((batch, 0)), ms.get((batch, gamma))
+    tokens = [
+      length / theory.expected_rounds(alpha, gamma, [length] * batch),
+      float(theory.expected_tokens(alpha, gamma)),
+    ]
+    speedups = [f"{x * step / each:.2f}" if step and each else "-" for x in tokens]
+    times = (f"{x:.2f}" if x else "-" for x in (step, each))
+    rows.append((f"{batch}", *times, *(f"{x:.2f}" for x in tokens), *speedups))
+  columns = ("batch", "ms per step", "ms per round", "tokens per round, one batch")
+  columns += ("tokens per round, continuous", "speedup, one batch", "speedup, continuous")
+  notes = (
+    f"Predicted, except for the measured ms: gamma {gamma}, simulated alpha {alpha:g}, {length} "
+    f"tokens of each row, without prefill; {line['device']}, commit {line['commit']}.",
+    "one batch: all rows wait for the last one (`theory.expected_rounds`). continuous: the next "
+    "text takes the row of a text that has ended, so that rows are independent (equation 1); the "
+    "time of the exchange is not counted.",
+    *(
+      f"Batch {batch} was not measured."
+      for batch in (8, 32, 128)
+      if not {(batch, 0), (batch, gamma)} <= ms.keys()
+    ),
+  )
+  return Table("Batches of different texts", columns, tuple(rows), notes)
 
 
 def gpu_identity_table(results: Sequence[Line]) -> Table:
@@ -513,8 +562,8 @@ class Part(NamedTuple):
   settings: list[Line]
 
 
-# Flags of XLA, each measured in a part with a step and a round. The first two are for temperature 0,
-# at which there is no top-k.
+# Flags of XLA, and the temperature at which they matter: temperature 0 has no top-k. jaxlib 0.11.2
+# and 0.12.0.1 know them; 0.10.2 knows the first.
 FLAGS = {
   "no_pdl": ("--xla_gpu_enable_pdl=false", 0.0),
   "skip_temp": ("--xla_gpu_command_buffer_update_mode=SKIP_TEMP", 0.0),

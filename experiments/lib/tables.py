@@ -50,6 +50,7 @@ LINES = {
   "gpu-sizes": "gpu.predict",
   "gpu-weights": "gpu.predict",
   "gpu-speed": "gpu.measure",
+  "gpu-batches": "gpu.measure",
   "gpu-identity": "gpu.measure",
   "gpu-plan": "gpu.plan",
   "gpu-fit": "gpu.fit",  # measured programs

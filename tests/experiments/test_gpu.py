@@ -223,20 +223,65 @@ def test_programs_compile_for_an_h100_without_one():
   assert all(us > 0 for us in two["round"]["us"].values())
 
 
+def test_batches_of_different_texts_wait_unless_they_are_continuous():
+  from experiments.gpu.measure import gpu_batches_table
+  from experiments.lib.records import lines
+
+  rows = gpu_batches_table(lines(FOLDER / "measured.jsonl")).rows
+  waiting, continuous = ([float(row[i]) for row in rows] for i in (3, 4))
+  assert 2.7 > waiting[0] > waiting[1] > waiting[2] > 2 and set(continuous) == {2.73}
+  assert [row[-1] == "-" for row in rows] == [False, False, True]  # batch 128 was not measured
+
+
+def test_rounds_of_continuous_batching_are_those_of_the_loop():
+  from types import SimpleNamespace
+
+  from experiments.gpu.measure import _num_rounds
+
+  # Texts of 3, 1, 1 and 2 rounds: the second row decodes the last three, after 4 rounds.
+  num_emitted = np.arange(3)[:, None] < np.array([3, 1, 1, 2])
+  result = SimpleNamespace(rounds=SimpleNamespace(num_emitted=num_emitted), num_rounds=3)
+  assert _num_rounds(dict(continuous=True, batch_size=2), [result]) == 4
+  assert _num_rounds(dict(batch_size=2), [result, result]) == 6
+
+
+# One setting of each kind of part, by its place in the part. `auto`, `tests`, `table2` and
+# `transformers` call other code, which has tests.
+@pytest.mark.slow
+@pytest.mark.parametrize(
+  ("part", "place"),
+  [("speed", -1), ("batches", 1), ("continuous", 0), ("trees", 0), ("int4", 1), ("ende", -1)]
+  + [("whisper", 1), ("cnndm", 0)],
+)
+def test_parts_run_with_small_models(tmp_path, part, place):
+  from experiments.gpu import measure
+
+  run = measure.Run(tmp_path, "tiny", "tiny", 2, 4)
+  setting = run.missing(part)[place]
+  if setting.get("head"):
+    setting |= dict(gamma=2, nodes=4)  # which is compiled in seconds
+  (found,) = measure.PARTS[part].measure(run, [setting])
+  texts = setting.get("num_texts", setting["batch_size"]) / setting["batch_size"]
+  assert found["tokens_per_row"] == 4 * texts and 0 < found["rounds"] <= 4 * texts
+  line = {**setting, **found, "device": "cpu", "jax": "", "commit": "", "date": ""}
+  assert len(measure.gpu_speed_table([line]).rows) == 1
+
+
 def test_script_measures_each_setting_once(tmp_path):
-  """The parts left out differ in options of the pair, or need a GPU, or `calibrate`."""
   sizes = "--target=tiny", "--draft=tiny", "--num_texts=2", "--max_new_tokens=6"
   run = [sys.executable, "-m", "experiments.gpu.measure", str(tmp_path), *sizes]
   parts = "xla", "identity"
   env = os.environ | {"JAX_PLATFORMS": "cpu"}
 
-  def printed(*options):
+  def printed(*options, parts=parts):
     command = [*run, *options, "--parts", *parts]
     return subprocess.run(
       command, cwd=FOLDER.parents[1], env=env, stdout=subprocess.PIPE, text=True, check=True
     ).stdout
 
   assert "xla: 2 settings" in printed("--dry_run") and not [*tmp_path.iterdir()]
+  failed = printed("--target=unknown", parts=("xla", "int8"))  # each is tried
+  assert [f"{part}: failed with exit status 2" in failed for part in ("xla", "int8")] == [True] * 2
   assert "xla: done" in printed()
   text = (tmp_path / "results.jsonl").read_text()
   found = [json.loads(line) for line in text.splitlines()]
