@@ -245,12 +245,12 @@ def test_rounds_of_continuous_batching_are_those_of_the_loop():
   assert _num_rounds(dict(batch_size=2), [result, result]) == 6
 
 
-# One setting of each kind of part, by its place in the part. `auto`, `tests`, `table2` and
-# `transformers` call other code, which has tests.
+# One setting of each kind of part, by its place in the part. Quantized weights differ only in
+# options of the pair. `auto`, `tests`, `table2` and `transformers` call other code, which has tests.
 @pytest.mark.slow
 @pytest.mark.parametrize(
   ("part", "place"),
-  [("speed", -1), ("batches", 1), ("continuous", 0), ("trees", 0), ("int4", 1), ("ende", -1)]
+  [("speed", -1), ("batches", 1), ("continuous", 0), ("trees", 0), ("ende", -1)]
   + [("whisper", 1), ("cnndm", 0)],
 )
 def test_parts_run_with_small_models(tmp_path, part, place):
