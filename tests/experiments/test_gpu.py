@@ -245,8 +245,8 @@ def test_rounds_of_continuous_batching_are_those_of_the_loop():
   assert _num_rounds(dict(batch_size=2), [result, result]) == 6
 
 
-# One setting of each kind of part, by its place in the part. Quantized weights differ only in
-# options of the pair. `auto`, `tests`, `table2` and `transformers` call other code, which has tests.
+# One setting of each kind of part, by its place in the part. Quantized weights are only options of
+# the pair. `auto`, `tests`, `table2` and `transformers` call other code, which has tests.
 @pytest.mark.slow
 @pytest.mark.parametrize(
   ("part", "place"),
