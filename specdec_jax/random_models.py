@@ -112,7 +112,7 @@ def random_draft(
   )
   model: Model = model_of(config)
   if isinstance(model, WhisperModel):  # with an encoder of its own
-    model = DraftWhisper(config)
+    model = DraftWhisper(model.config)
   if inner_alpha is not None:
     model = SimulatedModel(model, inner_alpha, target.vocabulary.eos_id)
   name = load.draft_name(size_name(version, size), config)
