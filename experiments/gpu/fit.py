@@ -1,4 +1,4 @@
-"""Fit the constants of `specdec_jax.measure.kernel_times` to all measured rows on an H100.
+"""Fit the constants of `specdec_jax.measure.kernel_times` to measured rows on an H100.
 
 The unknowns are those of a linear model, so they follow from least squares of relative errors. Rows
 with a profile and neither draft tokens nor a tree count as three: the times of large matmuls, of
@@ -98,9 +98,12 @@ def observations(row: Row) -> list[tuple[Kernels, float]]:
 
 
 def fitted(rows: Sequence[Row]) -> KernelTimes:
-  """Return the constants with the least squared error, relative to the time of each row."""
+  """Return the constants with the least squared error, relative to the time of each row.
+
+  Rows of the part `reduced` are left out, and so are predictions.
+  """
   factors, times = [], []
-  for row in rows:
+  for row in (each for each in rows if each.line["part"] != "reduced"):
     for kernels, us in observations(row):
       weight = 1e-3 / row.line["round_ms"]
       factors.append(weight * np.array(work_of(kernels)))
@@ -144,7 +147,7 @@ def gpu_fit_table(measured: Sequence[Line]) -> Table:
     f"{GPU_TIMES.query_us:g} us more for each query of each head.",
     f"Largest errors: {largest[0]:.1f}% with all rows, and {largest[1]:.1f}% left out. left out: "
     "error if the constants are fitted to the other rows; the last columns: how much they then "
-    "change.",
+    "change. The two rows of reduced are in no fit.",
     f"kernels of: before, commit {BEFORE}; gpu, commit 2f29bccccd; xla and reduced, the same with "
     "kernels='xla' and with REDUCED = 20M. Large matrices are transposed in gpu and reduced only. "
     "Rows with other flags are left out.",

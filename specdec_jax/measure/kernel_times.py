@@ -47,5 +47,5 @@ class KernelTimes(NamedTuple):
     return num_bytes / self.share / gb_per_s / 1e3 + fixed
 
 
-# Fitted to all measured rows of T5-XXL on an H100, with `experiments.gpu.fit`.
+# Fitted to measured rows of T5-XXL on an H100, with `experiments.gpu.fit`.
 GPU_TIMES = KernelTimes(0.956, 0.134, 1.476, 0.0128)
