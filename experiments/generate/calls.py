@@ -23,7 +23,7 @@ from specdec_jax.measure.costs import interleaved_seconds
 from specdec_jax.measure.machine import provenance
 from specdec_jax.measure.tables import Table
 
-NUM_TEXTS, REPEATS, MAX_NEW_TOKENS = 60, 9, 64
+NUM_TEXTS, REPEATS, MAX_NEW_TOKENS = 60, 5, 64
 DRAFTS: Mapping[str, Mapping[str, Any]] = {
   "none": dict(gamma=0),
   "float": dict(gamma=5),
