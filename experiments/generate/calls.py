@@ -1,4 +1,4 @@
-"""Time calls of `Pair.generate`, and of the compiled programs alone that they run.
+"""Time calls of `Pair.generate`, the compiled programs that they run, and the parts of a round.
 
 python -m experiments.generate.calls >> experiments/generate/calls.jsonl
 """
@@ -19,11 +19,12 @@ from specdec_jax.core.sampling import Sampling, row_keys
 from specdec_jax.core.trees import chain
 from specdec_jax.data.text import read_lines
 from specdec_jax.gin_files import HOME
-from specdec_jax.measure.costs import interleaved_seconds
+from specdec_jax.measure.costs import interleaved_seconds, measure_costs
 from specdec_jax.measure.machine import provenance
 from specdec_jax.measure.tables import Table
 
 NUM_TEXTS, REPEATS, MAX_NEW_TOKENS = 60, 5, 64
+PARTS = "start", "target", "accept", "drafting"
 DRAFTS: Mapping[str, Mapping[str, Any]] = {
   "none": dict(gamma=0),
   "float": dict(gamma=5),
@@ -32,14 +33,14 @@ DRAFTS: Mapping[str, Mapping[str, Any]] = {
 
 
 def measured(temperature: float) -> list[dict[str, Any]]:
-  """Return a row for each draft: median ms per text and tokens/s of calls, and of the programs."""
+  """Return a row for each draft: median ms per text of calls, programs and parts, and tokens/s."""
   texts = read_lines(str(HOME / "gin/tasks/captions.en.txt"))[:NUM_TEXTS]
-  calls: dict[str, Any] = {}
+  sampling, calls, parts = Sampling(temperature), {}, {}
   for name, setting in DRAFTS.items():
     options = dict(setting)
     gamma = options.pop("gamma")
     pair = specdec_jax.load_pair(**options)
-    decode = pair.decode_fn(Sampling(temperature), chain(gamma))
+    decode = pair.decode_fn(sampling, chain(gamma))
     inputs = [(pair.prompt([text]), row_keys(0, i, 1)) for i, text in enumerate(texts)]
 
     def programs(decode: Any = decode, inputs: Any = inputs) -> list[Any]:
@@ -49,6 +50,14 @@ def measured(temperature: float) -> list[dict[str, Any]]:
     generation = dict(gamma=gamma, temperature=temperature, max_new_tokens=MAX_NEW_TOKENS)
     generate = functools.partial(pair.generate, texts, **generation)
     calls[name] = {"call": generate, "programs": programs}
+    # Without a draft, the costs are those of a round with one.
+    ((costs,),) = measure_costs(
+      [pair], [chain(gamma or 5)], inputs[0][0], sampling, repeats=REPEATS
+    )
+    verify, accept = (costs.verify, costs.accept) if gamma else (costs.target_step, 0)
+    start = costs.target_start + (costs.draft_start if gamma else 0)
+    times = dict(start=start, target=verify, accept=accept, drafting=gamma * costs.draft_step)
+    parts[name] = {f"{part}_ms": 1e3 * seconds for part, seconds in times.items()}
   seconds, results = interleaved_seconds(calls, REPEATS)
   rows = []
   for name, of_name in seconds.items():
@@ -65,6 +74,8 @@ def measured(temperature: float) -> list[dict[str, Any]]:
         "call_ms": 1e3 * median["call"] / len(texts),
         "programs_ms": 1e3 * median["programs"] / len(texts),
         "tokens_per_s": tokens / median["call"],
+        "rounds": float(np.mean([x.num_rounds for x in results[name]["programs"]])),
+        **parts[name],
       }
     )
   return rows
@@ -81,24 +92,28 @@ def calls_table(rows: Sequence[Mapping[str, Any]]) -> Table:
       and (each["temperature"], each["commit"]) == (row["temperature"], row["commit"])
     )
     speedup = row["tokens_per_s"] / plain["tokens_per_s"]
+    parts = [row[f"{part}_ms"] for part in PARTS]
+    total = parts[0] + row["rounds"] * sum(parts[1:])
     cells.append(
       (
         row["commit"],
         f"{row['temperature']:g}",
         row["draft"],
-        f"{row['call_ms']:.2f}",
-        f"{row['programs_ms']:.2f}",
+        f"{row['rounds']:.1f}",
+        *(f"{ms:.2f}" for ms in (*parts, total, row["programs_ms"], row["call_ms"])),
         f"{row['tokens_per_s']:,.0f}",
         f"{speedup:.2f}" if row is not plain else "-",
       )
     )
-  columns = "commit", "temperature", "draft", "call ms", "programs ms", "tokens/s", "speedup"
-  note = (
-    f"Per caption, one at a time, of {rows[0]['texts']}; bundled pair, gamma 5, medians of "
-    f"{REPEATS} interleaved repeats. programs: compiled decoding alone, without encoding of texts, "
-    f"keys and outputs. {measured_on(rows)}"
+  columns = "commit", "temperature", "draft", "rounds", *PARTS, "sum", "programs", "call"
+  notes = (
+    f"Milliseconds per caption, one at a time, of {rows[0]['texts']}; bundled pair, gamma 5, "
+    f"medians of {REPEATS} interleaved repeats. {measured_on(rows)}",
+    "start: prefill of both models; the others are parts of a round: a target pass, acceptance, "
+    "and drafting five tokens. sum: start and all rounds. programs: compiled decoding alone. call: "
+    "of generate, with the encoding of texts, keys and outputs.",
   )
-  return Table("Time of a call of generate", columns, tuple(cells), (note,))
+  return Table("Time of a call of generate", (*columns, "tokens/s", "speedup"), tuple(cells), notes)
 
 
 def main() -> None:
