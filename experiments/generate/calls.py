@@ -12,13 +12,12 @@ import jax
 import numpy as np
 
 import specdec_jax
+from experiments.gpu.measure import captions
 from experiments.lib import script
 from experiments.lib.records import measured_on
 from specdec_jax.core.counts import num_tokens
 from specdec_jax.core.sampling import Sampling, row_keys
 from specdec_jax.core.trees import chain
-from specdec_jax.data.text import read_lines
-from specdec_jax.gin_files import HOME
 from specdec_jax.measure.costs import interleaved_seconds, measure_costs
 from specdec_jax.measure.machine import provenance
 from specdec_jax.measure.tables import Table
@@ -34,7 +33,7 @@ DRAFTS: Mapping[str, Mapping[str, Any]] = {
 
 def measured(temperature: float) -> list[dict[str, Any]]:
   """Return a row for each draft: median ms per text of calls, programs and parts, and tokens/s."""
-  texts = read_lines(str(HOME / "gin/tasks/captions.en.txt"))[:NUM_TEXTS]
+  texts = captions()[:NUM_TEXTS]
   sampling, calls, parts = Sampling(temperature), {}, {}
   for name, setting in DRAFTS.items():
     options = dict(setting)
