@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 
 class KernelWork(NamedTuple):
-  """What the kernels of a program do.
+  """Work of the kernels of a program.
 
   Attributes:
     num_bytes: bytes that they read and write.
