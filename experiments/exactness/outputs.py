@@ -17,9 +17,9 @@ from typing import Any
 
 import specdec_jax
 from experiments.lib import script
+from experiments.lib.pages import ROOT
 from experiments.lib.records import measured_on
 from experiments.peers import ctranslate2, huggingface
-from specdec_jax import gin_files
 from specdec_jax.checkpoints.load import open_checkpoint
 from specdec_jax.checkpoints.save import save_huggingface
 from specdec_jax.data.text import read_lines
@@ -157,7 +157,7 @@ def main() -> None:
   if os.path.isfile(path := os.path.realpath("/dev/stdout")):
     done = {(row["engine"], row["setting"]) for row in map(json.loads, read_lines(path))}
   pair = specdec_jax.load_pair()
-  captions = read_lines(gin_files.file("tasks/captions.en.txt"), NUM_CAPTIONS)
+  captions = read_lines(ROOT / "gin/tasks/captions.en.txt", NUM_CAPTIONS)
   for name, load, is_exact, settings, count in ENGINES:
     setting = ", ".join(f"{key} {value}" for key, value in settings.items())
     if (name, setting) in done:

@@ -19,7 +19,7 @@ from experiments.lib import script
 from specdec_jax import load_pair
 from specdec_jax.core.atomic_files import atomic_write
 from specdec_jax.core.rounds import Round
-from specdec_jax.gin_files import lines
+from specdec_jax.data.text import read_lines
 from specdec_jax.measure.records import Record, read
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
@@ -155,7 +155,7 @@ def _processor(r: Record) -> str:
 
 def pictures() -> dict[str, str]:
   """Return both pictures by file name: a sentence of the quickstart, and all records."""
-  source, gamma = lines("tasks/sentences.txt")[7], 5  # the sentence of Figure 1
+  source, gamma = read_lines(ROOT / "gin/tasks/sentences.txt")[7], 5  # the sentence of Figure 1
   (output,) = load_pair().generate([source], gamma=gamma, max_new_tokens=64)
   return {
     "rounds.svg": rounds_picture(source, output.text, output.round_texts, gamma),

@@ -10,12 +10,14 @@ import dataclasses
 import functools
 import json
 import math
+import pathlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
 import numpy as np
 
+from experiments.lib.pages import ROOT
 from specdec_jax.contrib.bild import RollbackVerifier, hand_over_draft
 from specdec_jax.core.counts import num_rounds, num_tokens
 from specdec_jax.core.decode import Decoder, NullDraft
@@ -25,8 +27,7 @@ from specdec_jax.core.types import Params
 from specdec_jax.core.verify.lossy import TypicalVerifier
 from specdec_jax.core.verify.tokens import TokenVerifier
 from specdec_jax.data.quality import quality
-from specdec_jax.data.text import read_lines
-from specdec_jax.gin_files import default
+from specdec_jax.data.text import data_folder, read_lines
 from specdec_jax.load import checkpoint_draft, load_pair
 from specdec_jax.measure.costs import interleaved_seconds
 from specdec_jax.measure.machine import provenance
@@ -96,12 +97,13 @@ def methods(pair: Pair) -> dict[tuple[Any, ...], Any]:
 
 def main() -> None:
   pair = load_pair(draft=checkpoint_draft)
-  source, references = (
-    read_lines(
-      default(f"data/multi30k/test_2016_flickr.{language}.gz", "INPUT", instead), limit=NUM_TEXTS
-    )
-    for language, instead in (("en", "tasks/captions.en.txt"), ("de", "tasks/captions.de.txt"))
-  )
+
+  def captions(language: str) -> list[str]:
+    path = pathlib.Path(data_folder(), f"multi30k/test_2016_flickr.{language}.gz")
+    bundled = ROOT / f"gin/tasks/captions.{language}.txt"
+    return read_lines(path if path.exists() else bundled, limit=NUM_TEXTS)
+
+  source, references = captions("en"), captions("de")
   decodes, prompts = methods(pair), pair.prompt(source)
   seconds, outputs = [], []
   while len(outputs) < len(source) and np.sum(seconds) < SECONDS:
